@@ -1,0 +1,519 @@
+"""The engine thread's own state: applies commands, runs steps, turns results into outputs.
+
+Single-threaded by construction: everything here is called by the engine thread, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from moorage.engine.context import Context, Generation, Phase
+from moorage.engine.errors import ContextTooLong, EngineError, InvalidRequest, SessionBusy
+from moorage.engine.loading import load_model
+from moorage.engine.output import (
+    EngineEvent,
+    EngineFault,
+    EngineStatistics,
+    FaultCode,
+    FinishReason,
+    Inspection,
+    StepOutput,
+    TokenOutput,
+)
+from moorage.engine.parking import Parking
+from moorage.engine.plan import SequenceResult, StepPlan
+from moorage.engine.request import (
+    Abort,
+    Command,
+    Inspect,
+    Park,
+    ParkCommitted,
+    ParkFailed,
+    Release,
+    Request,
+    Restore,
+    Submit,
+)
+from moorage.engine.scheduler import Scheduler
+from moorage.engine.settings import EngineConfig
+from moorage.engine.tokenizer import OutputDecoder
+from moorage.prefix_cache.block import (
+    TOKEN_BYTES,
+    Lineage,
+    Namespace,
+    num_tokens_in,
+    pack_tokens,
+    unpack_tokens,
+)
+from moorage.prefix_cache.errors import CacheError
+from moorage.prefix_cache.tiers import Completion, DeleteDone, LoadDone, ParkDone
+
+_log = structlog.get_logger("moorage.engine")
+
+
+class StepLoop:
+    """Contexts, scheduler, cache and runner of one engine, and the rules that join them."""
+
+    def __init__(
+        self, config: EngineConfig, *, complete: Callable[[Completion], None]
+    ) -> None:
+        model = load_model(config)
+        self._config = config
+        self.model_info = model.info
+        self.tokenizer = model.tokenizer
+        self._runner = model.runner
+        self._kv = model.kv_cache
+        self._cache = model.cache
+        self._contexts: dict[str, Context] = {}
+        self._by_request: dict[str, Context] = {}
+        self._parking = Parking(config, model, complete)
+        self._scheduler = Scheduler(
+            self._cache,
+            self._contexts,
+            token_budget=config.token_budget,
+            max_running=config.max_running,
+            admit=self._admit,
+        )
+        self._eos = frozenset(model.info.eos_token_ids)
+        self._step = 0
+        self._order = 0
+        self._tokens_sampled = 0
+        self._tokens: list[TokenOutput] = []
+        self._events: list[EngineEvent] = []
+
+    # -- what the thread asks ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step may compute something without a further command or completion."""
+        return self._scheduler.num_running > 0 or any(
+            context.generation is not None and context.loading is None
+            for context in self._scheduler.generations()
+        )
+
+    def next_wait_s(self, longest_s: float) -> float:
+        """Seconds the thread may sleep: until the next request deadline, `longest_s` at most."""
+        now = time.monotonic()
+        expires = (
+            context.generation.expires_s
+            for context in self._scheduler.generations()
+            if context.generation is not None
+        )
+        return max(0.0, min([longest_s, *(moment - now for moment in expires)]))
+
+    def step(self, now: float) -> StepOutput:
+        """Expire deadlines, run one forward pass where there is work, and hand out what happened."""
+        self._expire(now)
+        plan = self._scheduler.schedule(self._step + 1)
+        if plan is not None:
+            self._step += 1
+            self._run(plan)
+        output = StepOutput(self._step, tuple(self._tokens), tuple(self._events))
+        self._tokens.clear()
+        self._events.clear()
+        return output
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of every counter."""
+        blocks = self._cache.statistics()
+        parking = self._parking.counters
+        return EngineStatistics(
+            steps=self._step,
+            tokens_forwarded=self._runner.tokens_forwarded,
+            forward_passes=self._runner.forward_passes,
+            tokens_sampled=self._tokens_sampled,
+            largest_batch=self._runner.largest_batch,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_held=sum(1 for c in self._contexts.values() if c.idle and c.table is not None),
+            num_preempted=self._scheduler.num_preempted,
+            free_blocks=blocks.free,
+            evictable_blocks=blocks.evictable,
+            locked_blocks=blocks.locked,
+            in_use_blocks=blocks.in_use,
+            total_blocks=blocks.total,
+            num_nodes=blocks.num_nodes,
+            num_splits=blocks.num_splits,
+            bytes_parked=parking.bytes_parked,
+            bytes_restored=parking.bytes_restored,
+            tokens_device=parking.tokens_device,
+            tokens_host=parking.tokens_host,
+            tokens_redis=parking.tokens_redis,
+            tokens_recomputed=parking.tokens_recomputed,
+            tokens_new=parking.tokens_new,
+            store_failures=parking.store_failures,
+        )
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the tier workers; waits at most `deadline_s`."""
+        self._parking.close(deadline_s)
+
+    # -- commands ------------------------------------------------------------------------------------------
+
+    def apply(self, item: Command | Completion) -> None:
+        """One command or completion. What a caller did wrong becomes an output; nothing is raised for it."""
+        match item:
+            case Submit(request):
+                self._submit(request)
+            case Abort(request_id):
+                self._abort(request_id)
+            case Park(session_id, generation, tier):
+                context = self._contexts.get(session_id)
+                self._events.extend(self._parking.begin(context, session_id, generation, tier))
+            case ParkCommitted(session_id, generation):
+                context = self._contexts.get(session_id)
+                self._events.extend(self._parking.committed(context, session_id, generation))
+                self._forget_if_empty(context)
+            case ParkFailed(session_id, generation):
+                self._parking.failed(self._contexts.get(session_id), session_id, generation)
+            case Restore():
+                self._restore(item)
+            case Release(session_id, namespace, manifest):
+                self._release(session_id, namespace, manifest)
+            case Inspect(inspection_id, session_id):
+                self._events.append(self._inspect(inspection_id, session_id))
+            case ParkDone() | LoadDone() | DeleteDone():
+                self._complete(item)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._check(request)
+        except EngineError as error:
+            code = FaultCode.TOO_LONG if isinstance(error, ContextTooLong) else FaultCode.INVALID
+            if isinstance(error, SessionBusy):
+                code = FaultCode.STATE
+            self._refuse(request, EngineFault(code, str(error)))
+            return
+        context = self._context(request.session_id, request.namespace, request.extra_key)
+        self._adopt_log(context, request.token_ids)
+        self._parking.adopt_manifest(context, request.manifest)
+        decoder, finished = self._replay(request)
+        self._order += 1
+        generation = Generation(
+            request=request,
+            decoder=decoder,
+            submitted_s=time.monotonic(),
+            order=self._order,
+            num_generated=request.num_tokens - request.num_prompt,
+        )
+        if finished is not None:  # the crash came between the last token and the turn's end
+            self._tokens.append(
+                TokenOutput(
+                    request.request_id,
+                    request.session_id,
+                    request.num_tokens,
+                    None,
+                    "",
+                    finished,
+                )
+            )
+            return
+        context.generation = generation
+        self._by_request[request.request_id] = context
+        self._scheduler.add(context)
+
+    def _check(self, request: Request) -> None:
+        """Raises InvalidRequest or ContextTooLong; the engine's state is untouched."""
+        limit = self.model_info.context_len
+        length = request.num_tokens
+        request.sampling.validate()
+        if length == 0:
+            raise InvalidRequest("the log is empty: a request needs at least one token")
+        if not 1 <= request.num_prompt <= length:
+            raise InvalidRequest(f"num_prompt is {request.num_prompt}, allowed is 1 … {length}")
+        if not 0 <= request.num_known < length:
+            raise InvalidRequest(f"num_known is {request.num_known}, allowed is 0 … {length - 1}")
+        if length >= limit and length == request.num_prompt:
+            raise ContextTooLong(
+                f"the context holds {length} tokens and the limit is {limit}, one of which must be free for"
+                " the answer: shorten the input, or rewind or close the session"
+            )
+        size = self._config.block_size
+        total = self._cache.statistics().total
+        if -(-(length + 1) // size) > total:
+            raise ContextTooLong(
+                f"the context needs {-(-(length + 1) // size)} blocks of {size} tokens and the device pool has"
+                f" {total}: raise kv_bytes"
+            )
+        context = self._contexts.get(request.session_id)
+        if context is not None and context.generation is not None:
+            raise SessionBusy(
+                f"session {request.session_id} generates already (request"
+                f" {context.generation.request.request_id}): wait for its end or abort it"
+            )
+        if self._scheduler.num_waiting >= self._config.max_waiting:
+            raise InvalidRequest(
+                f"{self._scheduler.num_waiting} requests wait already, the bound is"
+                f" {self._config.max_waiting}: retry later"
+            )
+
+    def _replay(self, request: Request) -> tuple[OutputDecoder, FinishReason | None]:
+        """The decoder as it stood, and the reason where the generated part of the log had ended already."""
+        prompt = request.token_ids[: request.num_prompt * TOKEN_BYTES]
+        decoder = self.tokenizer.decode_stream(unpack_tokens(prompt), request.sampling.stop)
+        finished: FinishReason | None = None
+        generated = unpack_tokens(request.token_ids[request.num_prompt * TOKEN_BYTES :])
+        for index, token_id in enumerate(generated):
+            stopped = decoder.feed(token_id).stopped
+            finished = self._finish_reason(
+                request, token_id, stopped, index + 1, request.num_prompt + index + 1
+            )
+        return decoder, finished
+
+    def _abort(self, request_id: str) -> None:
+        context = self._by_request.get(request_id)
+        if context is not None:
+            self._end(context, FinishReason.CANCELLED)
+
+    def _restore(self, command: Restore) -> None:
+        context = self._context(command.session_id, command.namespace, command.extra_key)
+        if not context.idle:
+            fault = EngineFault(
+                FaultCode.STATE,
+                f"session {command.session_id} runs, loads or parks: it cannot be restored now",
+            )
+            self._events.append(self._parking.restore_refused(command.session_id, fault))
+            return
+        self._adopt_log(context, command.token_ids)
+        self._parking.adopt_manifest(context, command.manifest)
+        if event := self._parking.begin_restore(context):
+            self._events.append(event)
+
+    def _release(self, session_id: str, namespace: Namespace, manifest: bytes | None) -> None:
+        context = self._contexts.get(session_id)
+        if context is not None:
+            if context.generation is not None:
+                self._end(context, FinishReason.CANCELLED)
+            context.parking = None
+            context.loading = None
+            self._drop(context)
+            self._contexts.pop(session_id, None)
+        self._parking.forget(namespace, manifest, context)
+
+    def _inspect(self, inspection_id: str, session_id: str) -> Inspection:
+        error = ""
+        try:
+            self._cache.check_integrity()
+        except CacheError as found:
+            error = str(found)
+        blocks = self._cache.statistics()
+        context = self._contexts.get(session_id)
+        table = context.table if context is not None else None
+        committed = table.num_committed if table is not None else 0
+        held = table.num_blocks if table is not None else 0
+        return Inspection(
+            inspection_id=inspection_id,
+            session_id=session_id,
+            session_locked_blocks=committed,
+            session_in_use_blocks=held - committed,
+            free_blocks=blocks.free,
+            evictable_blocks=blocks.evictable,
+            locked_blocks=blocks.locked,
+            in_use_blocks=blocks.in_use,
+            total_blocks=blocks.total,
+            free_blocks_not_nan=self._kv.count_not_nan(self._cache.free_block_ids()),
+            num_nodes=blocks.num_nodes,
+            num_splits=blocks.num_splits,
+            tokens_forwarded=self._runner.tokens_forwarded,
+            forward_passes=self._runner.forward_passes,
+            integrity_error=error,
+        )
+
+    # -- contexts ------------------------------------------------------------------------------------------
+
+    def _context(self, session_id: str, namespace: Namespace, extra_key: bytes) -> Context:
+        lineage = Lineage(namespace, bytes.fromhex(self.model_info.fingerprint), extra_key)
+        context = self._contexts.get(session_id)
+        if context is None or context.lineage != lineage:
+            if context is not None:
+                self._drop(context)
+            context = Context(session_id, lineage)
+            self._contexts[session_id] = context
+        return context
+
+    def _adopt_log(self, context: Context, token_ids: bytes) -> None:
+        """Take the request's log as the truth; keep device KV as far as the two logs agree."""
+        length = num_tokens_in(token_ids)
+        keep = min(context.num_computed, length - 1)
+        if context.table is not None:
+            if keep > 0 and context.tokens(0, keep) == token_ids[: keep * TOKEN_BYTES]:
+                if keep < context.num_computed:
+                    self._truncate(context, keep)
+            else:
+                context.lost_reason = "the log no longer continues what the device held"
+                self._drop(context)
+        context.token_ids = bytearray(token_ids)
+
+    def _truncate(self, context: Context, num_tokens: int) -> None:
+        assert context.table is not None  # noqa: S101
+        moved = self._cache.truncate(context.table, num_tokens)
+        if moved is not None:
+            self._kv.copy([moved[0]], [moved[1]])
+        context.num_computed = num_tokens
+
+    def _drop(self, context: Context) -> None:
+        if context.restoring:
+            fault = EngineFault(FaultCode.STATE, "the session's log changed while it was restored")
+            self._events.append(self._parking.restore_refused(context.session_id, fault))
+        context.loading, context.restoring = None, False
+        if context.table is not None:
+            self._cache.release(context.table)
+            context.table = None
+        context.num_computed = 0
+
+    def _forget_if_empty(self, context: Context | None) -> None:
+        """A parked session costs the engine nothing: its log and manifest come back with the next request."""
+        if context is not None and context.idle and context.table is None:
+            self._contexts.pop(context.session_id, None)
+
+    def _admit(self, context: Context, generation: Generation) -> Phase:
+        """Find the context's KV: held blocks, tree, tiers; the rest will be computed."""
+        if context.loading is not None:
+            return Phase.WAITING
+        return self._parking.open(context, generation)
+
+    def _complete(self, done: Completion) -> None:
+        self._events.extend(self._parking.complete(done, self._contexts, self._scheduler))
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            results = self._runner.execute(plan).sequences
+        except (RuntimeError, ValueError, IndexError) as error:
+            _log.exception("forward pass failed", step=plan.step, sequences=len(plan.sequences))
+            fault = EngineFault(FaultCode.INTERNAL, f"forward pass failed: {error}")
+            results = tuple(
+                SequenceResult(sequence.request_id, 0, None, fault) for sequence in plan.sequences
+            )
+        for result in results:
+            context = self._by_request[result.request_id]
+            self._take(context, result)
+
+    def _take(self, context: Context, result: SequenceResult) -> None:
+        """One sequence's share of a step: KV became real, maybe a token was drawn."""
+        generation = context.generation
+        assert generation is not None and context.table is not None  # noqa: S101
+        context.last_used = self._step
+        if result.fault is not None:
+            if result.num_forwarded == 0 or result.fault.code is FaultCode.NUMERIC:
+                self._discard_kv(context)
+            self._end(context, FinishReason.ERROR, result.fault)
+            return
+        size = self._config.block_size
+        blocks_before = context.num_computed // size
+        context.num_computed += result.num_forwarded
+        generation.num_forwarded += result.num_forwarded
+        if context.num_computed // size > blocks_before:
+            self._cache.commit(context.table, bytes(context.token_ids), context.num_computed)
+        if result.token_id is not None:
+            self._emit(context, generation, result.token_id)
+
+    def _discard_kv(self, context: Context) -> None:
+        """KV of a faulty step must not be found by anyone."""
+        self._drop(context)
+
+    def _emit(self, context: Context, generation: Generation, token_id: int) -> None:
+        position = context.num_tokens
+        context.token_ids += pack_tokens([token_id])
+        generation.num_generated += 1
+        self._tokens_sampled += 1
+        request = generation.request
+        try:
+            decoded = generation.decoder.feed(token_id)
+            reason = self._finish_reason(
+                request, token_id, decoded.stopped, generation.num_generated, context.num_tokens
+            )
+            text = decoded.text
+            if reason is not None and not decoded.stopped:
+                text += generation.decoder.finish()
+        except (ValueError, EngineError) as error:  # one bad stream must not touch the others (case B8)
+            _log.exception("detokeniser failed", session_id=context.session_id)
+            fault = EngineFault(FaultCode.INTERNAL, f"detokeniser failed: {error}")
+            self._end(context, FinishReason.ERROR, fault)
+            return
+        first = not generation.first_token_sent
+        generation.first_token_sent = True
+        self._tokens.append(
+            TokenOutput(
+                request_id=request.request_id,
+                session_id=context.session_id,
+                position=position,
+                token_id=token_id,
+                text=text,
+                finish_reason=reason,
+                sources=generation.sources if first else None,
+                num_forwarded=generation.num_forwarded,
+                restore_s=generation.restore_s if first else 0.0,
+                queue_s=generation.admitted_s - generation.submitted_s if first else 0.0,
+            )
+        )
+        if reason is not None:
+            self._detach(context)
+
+    def _finish_reason(
+        self, request: Request, token_id: int, stopped: bool, num_generated: int, log_len: int
+    ) -> FinishReason | None:
+        sampling = request.sampling
+        ends = token_id in sampling.stop_token_ids or (
+            token_id in self._eos and not sampling.ignore_eos
+        )
+        if stopped or ends:
+            return FinishReason.STOP
+        if sampling.max_tokens and num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if log_len >= self.model_info.context_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _expire(self, now: float) -> None:
+        for context in list(self._scheduler.generations()):
+            if context.generation is not None and context.generation.expires_s <= now:
+                self._end(context, FinishReason.DEADLINE)
+
+    def _end(
+        self, context: Context, reason: FinishReason, fault: EngineFault | None = None
+    ) -> None:
+        """End a generation without a token; its KV stays with the context, held-back text goes out."""
+        generation = context.generation
+        if generation is None:
+            return
+        text = generation.decoder.finish() if fault is None else ""
+        self._tokens.append(
+            TokenOutput(
+                request_id=generation.request.request_id,
+                session_id=context.session_id,
+                position=context.num_tokens,
+                token_id=None,
+                text=text,
+                finish_reason=reason,
+                error=fault,
+                num_forwarded=generation.num_forwarded,
+            )
+        )
+        self._detach(context)
+
+    def _refuse(self, request: Request, fault: EngineFault) -> None:
+        self._tokens.append(
+            TokenOutput(
+                request_id=request.request_id,
+                session_id=request.session_id,
+                position=request.num_tokens,
+                token_id=None,
+                text="",
+                finish_reason=FinishReason.ERROR,
+                error=fault,
+            )
+        )
+
+    def _detach(self, context: Context) -> None:
+        generation = context.generation
+        if generation is not None:
+            self._by_request.pop(generation.request.request_id, None)
+            self._scheduler.remove(context)
+            context.generation = None
+            if not context.restoring:
+                context.loading = None

@@ -1,0 +1,421 @@
+"""Frames: the unit in which KV leaves the device, self-describing and checksummed.
+
+    log       |bbbb|bbbb|bbbb|bbbb|bbbb|bbbb|bb··|        b = block, run_blocks = 4, last block
+    partial frames    [ run, shared     ][ private frame   ]
+                key: hash of b3    key: session / generation / index
+
+A run frame covers an aligned run of `run_blocks` full blocks counted from the lineage root and is
+named by the hash of its last block, so that a shared prefix is stored once whoever parks it. What
+is left, a partial run and the partial tail, is one private frame with its length and generation.
+
+Bytes of a frame (little-endian):
+
+    0   magic "MRGF"      4
+    4   version           2
+    6   header length     4      msgpack array, the fields of FrameHeader in their order
+    10  payload length    8
+    18  checksum          16     XXH3-128 over bytes [0, 18), header and payload
+    34  header, then payload: [blocks, layers, 2, kv heads, block_size, head_dim], head-major, raw
+
+The checksum guards against decay and cut values, not against someone who can write to the store:
+who can, owns the tier. XXH3 runs at memory speed (about 10 GB/s a core), a cryptographic digest
+would cost more than the copy.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, cast
+
+import msgpack  # type: ignore[import-untyped,unused-ignore]
+import xxhash
+
+from moorage.prefix_cache.block import HASH_BYTES, BlockHash, Bytes, Namespace
+from moorage.prefix_cache.errors import FrameMismatch, InvalidInput
+from moorage.prefix_cache.errors import MismatchReason as Reason
+
+MAGIC = b"MRGF"
+VERSION = 1
+RAW = "raw"
+"""The codec that stores the device's bytes as they are."""
+MAX_FRAME_BYTES = 4 << 20
+"""Largest frame, header included: values of 1 to 4 MiB were the optimum of a loopback Redis."""
+HEADER_ROOM_BYTES = 4 << 10
+"""What a header may take of that; names in a namespace are the only part without a fixed length."""
+MAX_RUN_BLOCKS = 16
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
+"""dtype name -> bytes of one element."""
+
+_PRIVATE = re.compile(rb"([A-Za-z0-9_-]{1,128})/([0-9]{1,20})/([0-9]{1,10})")
+_LEAD = struct.Struct("<4sHIQ")
+_CHECKSUM_BYTES = 16
+_HEADER_AT = _LEAD.size + _CHECKSUM_BYTES
+
+Range: TypeAlias = tuple[int, int]
+FrameKind: TypeAlias = Literal["run", "private"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of one group's KV blocks, and how many of them a shared frame covers."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    """Tokens per block."""
+    head_dim: int
+    dtype: str
+    """A key of ITEM_BYTES: "bfloat16", "float32", …"""
+    run_blocks: int
+    """Blocks of a run frame; see `run_blocks_for`."""
+    codec: str = RAW
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidInput(f"dtype is {self.dtype!r}, allowed are {', '.join(ITEM_BYTES)}")
+        if self.codec != RAW:
+            raise InvalidInput(f"codec is {self.codec!r}, only {RAW!r} is served for now")
+        sizes = (
+            self.num_layers,
+            self.num_kv_heads,
+            self.block_size,
+            self.head_dim,
+            self.run_blocks,
+        )
+        if min(sizes) < 1:
+            raise InvalidInput(f"every size of {self} must be 1 or more")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.token_head_bytes
+
+    @property
+    def token_head_bytes(self) -> int:
+        """Bytes of one token in one head of one layer's key (or value)."""
+        return self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def layers(self) -> Range:
+        """All layers, half-open."""
+        return (0, self.num_layers)
+
+    @property
+    def heads(self) -> Range:
+        """All KV heads, half-open."""
+        return (0, self.num_kv_heads)
+
+
+def run_blocks_for(block_bytes: int) -> int:
+    """The largest power of two up to 16 whose frame, header included, fits MAX_FRAME_BYTES; at
+    least 1.
+    """
+    run = MAX_RUN_BLOCKS
+    while run > 1 and run * block_bytes + HEADER_ROOM_BYTES > MAX_FRAME_BYTES:
+        run //= 2
+    return run
+
+
+@dataclass(frozen=True)
+class FrameKey:
+    """What a frame is stored under, within a namespace."""
+
+    kind: FrameKind
+    name: bytes
+    """Run: the 16-byte hash of its last block. Private: "session/generation/index"."""
+    dtype: str
+    codec: str
+    layers: Range
+    heads: Range
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for a part that could reach another key; keys also come from stored
+        manifests.
+        """
+        whole = (
+            len(self.name) == HASH_BYTES if self.kind == "run" else _PRIVATE.fullmatch(self.name)
+        )
+        if not whole:
+            raise InvalidInput(f"{self.name[:48]!r} names no {self.kind} frame")
+        if self.dtype not in ITEM_BYTES or self.codec != RAW:
+            raise InvalidInput(f"no frames are stored as {self.dtype[:32]!r}, {self.codec[:32]!r}")
+
+    @property
+    def shared(self) -> bool:
+        """Whether other sessions may use this frame."""
+        return self.kind == "run"
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """(session id, generation, index) of a private frame."""
+        session_id, generation, index = self.name.decode().split("/")
+        return session_id, generation, index
+
+    @property
+    def field(self) -> str:
+        """Which part of the layers and heads, as text: `L0-6:H0-2` (half-open)."""
+        return f"L{self.layers[0]}-{self.layers[1]}:H{self.heads[0]}-{self.heads[1]}"
+
+
+def run_key(last_hash: BlockHash, geometry: Geometry) -> FrameKey:
+    """Key of a shared frame over all layers and heads."""
+    return FrameKey(
+        "run", bytes(last_hash), geometry.dtype, geometry.codec, geometry.layers, geometry.heads
+    )
+
+
+def private_key(session_id: str, generation: int, index: int, geometry: Geometry) -> FrameKey:
+    """Key of a session's own frame; a new generation never writes over an old one."""
+    name = f"{session_id}/{generation}/{index}".encode()
+    return FrameKey(
+        "private", name, geometry.dtype, geometry.codec, geometry.layers, geometry.heads
+    )
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """Everything that a frame claims about its payload. The field order is the wire order."""
+
+    fingerprint: bytes
+    tenant: str
+    namespace: str
+    lineage_root: bytes
+    parent_hash: bytes
+    """Of the block before the first; the lineage root at position 0."""
+    last_hash: bytes
+    """Of the last full block; the parent's where there is none."""
+    token_digest: bytes
+    """`digest_tokens` of the covered token ids."""
+    first_block: int
+    """Blocks before this frame, from the lineage root."""
+    num_blocks: int
+    num_tokens: int
+    """Covered tokens; less than num_blocks * block_size in a partial tail."""
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    codec: str
+    generation: int
+    """Of the park that wrote it; 0 in a run frame, which belongs to no session."""
+    kind: str
+    name: bytes
+    layers: Range
+    heads: Range
+    payload_bytes: int
+
+    @property
+    def key(self) -> FrameKey:
+        """The key that this header belongs to."""
+        kind: FrameKind = "run" if self.kind == "run" else "private"
+        return FrameKey(kind, self.name, self.dtype, self.codec, self.layers, self.heads)
+
+
+_FIELDS = tuple(field.name for field in fields(FrameHeader))
+# Which reason a differing field gives, in the order in which they are compared: the walls first.
+_REASONS: tuple[tuple[str, Reason], ...] = (
+    ("tenant", Reason.NAMESPACE),
+    ("namespace", Reason.NAMESPACE),
+    ("fingerprint", Reason.FINGERPRINT),
+    ("block_size", Reason.GEOMETRY),
+    ("num_layers", Reason.GEOMETRY),
+    ("num_kv_heads", Reason.GEOMETRY),
+    ("head_dim", Reason.GEOMETRY),
+    ("dtype", Reason.DTYPE),
+    ("codec", Reason.CODEC),
+    ("generation", Reason.GENERATION),
+    ("lineage_root", Reason.LINEAGE),
+    ("first_block", Reason.POSITION),
+    ("num_blocks", Reason.POSITION),
+    ("num_tokens", Reason.POSITION),
+    ("parent_hash", Reason.LINEAGE),
+    ("last_hash", Reason.LINEAGE),
+    ("token_digest", Reason.TOKENS),
+    ("kind", Reason.KEY),
+    ("name", Reason.KEY),
+    ("layers", Reason.KEY),
+    ("heads", Reason.KEY),
+    ("payload_bytes", Reason.GEOMETRY),
+)
+
+
+@dataclass(frozen=True)
+class FrameExpectation:
+    """The header that the reader would have written, from its own token log; never from the stored
+    bytes.
+    """
+
+    header: FrameHeader
+    checksum: bytes | None = None
+    """Of the very frame that a manifest names; None for run frames, which anyone may have
+    written.
+    """
+
+
+class Frame:
+    """An encoded frame: its head and a view of the payload, which is not copied. The payload must
+    stay unchanged.
+    """
+
+    __slots__ = ("checksum", "header", "payload", "prefix")
+
+    def __init__(
+        self, header: FrameHeader, prefix: bytes, payload: memoryview, checksum: bytes
+    ) -> None:
+        self.header = header
+        self.prefix = prefix
+        self.payload = payload
+        self.checksum = checksum
+
+    @property
+    def parts(self) -> tuple[bytes, memoryview]:
+        """What to write, in order."""
+        return (self.prefix, self.payload)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return len(self.prefix) + len(self.payload)
+
+    def join(self) -> bytes:
+        """One bytes object: the only copy of the payload on its way out; made by the store that
+        needs it.
+        """
+        return b"".join(self.parts)
+
+
+def as_bytes_view(buffer: Bytes) -> memoryview:
+    """A flat byte view of a contiguous buffer. Raises InvalidInput for a strided one."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise InvalidInput("the payload is not contiguous: gather whole blocks first")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def encode_frame(header: FrameHeader, payload: Bytes) -> Frame:
+    """Head and checksum for a payload. Raises InvalidInput where header and payload lengths
+    differ.
+    """
+    view = as_bytes_view(payload)
+    if len(view) != header.payload_bytes:
+        raise InvalidInput(
+            f"the payload has {len(view)} bytes, its header says {header.payload_bytes}"
+        )
+    values = [getattr(header, name) for name in _FIELDS]
+    packed = cast("bytes", msgpack.packb(values, use_bin_type=True))
+    lead = _LEAD.pack(MAGIC, VERSION, len(packed), len(view))
+    checksum = _checksum((lead, packed, view))
+    return Frame(header, b"".join((lead, checksum, packed)), view, checksum)
+
+
+def decode_frame(buffer: Bytes, expect: FrameExpectation) -> tuple[FrameHeader, memoryview]:
+    """Verify a stored frame and return its header and a view of its payload.
+
+    Raises FrameMismatch, and nothing else, whatever the bytes are.
+    """
+    view = as_bytes_view(buffer)
+    if len(view) < _HEADER_AT:
+        raise FrameMismatch(
+            Reason.TRUNCATED, f"{len(view)} bytes, a frame has {_HEADER_AT} or more"
+        )
+    magic, version, header_len, payload_len = _LEAD.unpack_from(view)
+    if magic != MAGIC:
+        raise FrameMismatch(Reason.MAGIC, f"starts with {magic.hex()}, expected {MAGIC.hex()}")
+    if version != VERSION:
+        raise FrameMismatch(Reason.VERSION, f"version {version}, this build reads {VERSION}")
+    total = _HEADER_AT + header_len + payload_len
+    if len(view) != total:
+        raise FrameMismatch(Reason.TRUNCATED, f"{len(view)} bytes, its lengths add up to {total}")
+    stored = bytes(view[_LEAD.size : _HEADER_AT])
+    packed, payload = view[_HEADER_AT : _HEADER_AT + header_len], view[_HEADER_AT + header_len :]
+    if stored != _checksum((view[: _LEAD.size], packed, payload)):
+        raise FrameMismatch(Reason.CHECKSUM, "header or payload changed since it was written")
+    header = _unpack_header(packed)
+    for name, reason in _REASONS:
+        found, wanted = getattr(header, name), getattr(expect.header, name)
+        if found != wanted:
+            raise FrameMismatch(
+                reason, f"{name} differs from the expected one{_shown(found, wanted)}"
+            )
+    if header.payload_bytes != payload_len:
+        raise FrameMismatch(
+            Reason.GEOMETRY, f"{payload_len} payload bytes, {header.payload_bytes} said"
+        )
+    if expect.checksum is not None and expect.checksum != stored:
+        raise FrameMismatch(Reason.CHECKSUM, "a valid frame, but not the one the manifest names")
+    return header, payload
+
+
+def _shown(found: object, wanted: object) -> str:
+    """Numbers and dtype names are shown; names of tenants, hashes and digests are not."""
+    if isinstance(found, int) and isinstance(wanted, int):
+        return f" ({found}, expected {wanted})"
+    if found in ITEM_BYTES and wanted in ITEM_BYTES:
+        return f" ({found}, expected {wanted})"
+    return ""
+
+
+def _unpack_header(packed: memoryview) -> FrameHeader:
+    try:
+        values: Any = msgpack.unpackb(packed, raw=False, use_list=False)
+    except Exception as error:  # msgpack raises ValueError, TypeError and its own kinds
+        raise FrameMismatch(Reason.HEADER, f"not msgpack: {type(error).__name__}") from error
+    if not isinstance(values, tuple) or len(values) != len(_FIELDS):
+        raise FrameMismatch(Reason.HEADER, f"not an array of {len(_FIELDS)} fields")
+    return FrameHeader(*values)  # types are checked by comparing each field with the expected one
+
+
+def _checksum(parts: Sequence[Bytes]) -> bytes:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def frame_header(
+    *,
+    key: FrameKey,
+    geometry: Geometry,
+    namespace: Namespace,
+    fingerprint: bytes,
+    lineage_root: bytes,
+    parent_hash: bytes,
+    last_hash: bytes,
+    token_digest: bytes,
+    first_block: int,
+    num_tokens: int,
+    generation: int,
+) -> FrameHeader:
+    """The header of `num_tokens` tokens from `first_block` on; writer and reader both make theirs
+    here.
+    """
+    num_blocks = -(-num_tokens // geometry.block_size)
+    return FrameHeader(
+        fingerprint=fingerprint,
+        tenant=namespace.tenant,
+        namespace=namespace.name,
+        lineage_root=lineage_root,
+        parent_hash=parent_hash,
+        last_hash=last_hash,
+        token_digest=token_digest,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        num_tokens=num_tokens,
+        block_size=geometry.block_size,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=key.dtype,
+        codec=key.codec,
+        generation=0 if key.shared else generation,
+        kind=key.kind,
+        name=key.name,
+        layers=key.layers,
+        heads=key.heads,
+        payload_bytes=num_blocks * geometry.block_bytes,
+    )
