@@ -77,7 +77,7 @@ class LoadJob:
     """
     first_block: int
     """Blocks before it are on the device already."""
-    token_ids: Bytes
+    token_ids: Bytes = field(repr=False)
     """The session's log from position 0; blocks beyond it are not loaded."""
     destination: memoryview = field(repr=False)
     """Writable staging memory of whole blocks; block `first_block` goes to its start. Bounds how

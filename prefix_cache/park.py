@@ -46,7 +46,7 @@ class ParkJob:
     generation: int
     """Of the session; a new park takes a new one, so that private frames are never written over."""
     lineage: Lineage
-    token_ids: Bytes
+    token_ids: Bytes = field(repr=False)
     """The covered tokens, `num_tokens` or more."""
     block_hashes: Sequence[BlockHash]
     """Of the leading full blocks as far as known (`BlockTable.block_hashes`); the rest is computed

@@ -15,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +205,11 @@ class TierWorkers:
             try:
                 self._on_done(done)
             except Exception:
-                _log.exception("a completion handler failed", completion=type(done).__name__)
+                _log.error(
+                    "a completion handler failed",
+                    completion=type(done).__name__,
+                    trace=traceback.format_exc(),
+                )
 
     def _run(self, job: Job, submitted: float) -> Completion:
         deadline = submitted + job.deadline_s
@@ -228,7 +233,8 @@ class TierWorkers:
         except Exception as fault:
             # A defect of ours: the engine must still get its answer, or the session would hang for
             # ever.
-            _log.exception("a tier job failed", job=type(job).__name__)
+            # The trace goes as text: a renderer that shows locals would show token ids.
+            _log.error("a tier job failed", job=type(job).__name__, trace=traceback.format_exc())
             failure = StoreError(f"internal fault in a tier job: {type(fault).__name__}: {fault}")
             if isinstance(job, DeleteJob):
                 return DeleteDone(job.session_id, failure, job.job_id)

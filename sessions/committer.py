@@ -89,10 +89,14 @@ class Committer:
             except StaleWrite as stale:  # one session lost its row; the others must not suffer
                 lost = [e for e in batch if e.write.row.session_id == stale.session_id]
                 batch = [e for e in batch if e.write.row.session_id != stale.session_id]
-                _log.warning("stale write refused", session_id=stale.session_id, reason=stale.message)
+                _log.warning(
+                    "stale write refused", session_id=stale.session_id, reason=stale.message
+                )
                 _call(lost, stale)
                 continue
-            except Exception as caught:  # whatever the store raised: these writes are not known durable
+            except (
+                Exception
+            ) as caught:  # whatever the store raised: these writes are not known durable
                 _log.error("commit failed", writes=len(batch), error=type(caught).__name__)
                 error = as_moorage_error(caught)
             _call(batch, error)

@@ -238,8 +238,10 @@ def status_of(error: BaseException) -> grpc.StatusCode:
     for cls, status in _STATUS:
         if isinstance(error, cls):
             return status
-    return grpc.StatusCode.DEADLINE_EXCEEDED if isinstance(error, TimeoutError) else (
-        grpc.StatusCode.INTERNAL
+    return (
+        grpc.StatusCode.DEADLINE_EXCEEDED
+        if isinstance(error, TimeoutError)
+        else (grpc.StatusCode.INTERNAL)
     )
 
 
@@ -289,7 +291,9 @@ def from_rpc_error(error: grpc.RpcError) -> MoorageError:
     trailing = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     for key, value in trailing or ():
         if key == ERROR_METADATA_KEY:
-            detail = pb.ErrorDetail.FromString(value if isinstance(value, bytes) else value.encode())
+            detail = pb.ErrorDetail.FromString(
+                value if isinstance(value, bytes) else value.encode()
+            )
             return from_detail(detail)
     status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     text = (error.details() if hasattr(error, "details") else "") or status.name

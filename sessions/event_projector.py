@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from moorage.engine import unpack_tokens
 from moorage.sessions.errors import InternalError, MoorageError
 from moorage.sessions.proto import sessions_pb2 as pb
 from moorage.sessions.token_log import (
@@ -27,7 +28,6 @@ from moorage.sessions.token_log import (
     ToolResultRecord,
     TurnEndRecord,
     TurnStartRecord,
-    unpack_ids,
 )
 from moorage.tools_bridge.call import ToolCall
 from moorage.tools_bridge.parsers.base import ParseDelta, ToolCallParser
@@ -71,9 +71,7 @@ NewParser = Callable[[int, int], ToolCallParser]
 class EventProjector:
     """One pass over a session's records. `project` never raises for what a model wrote: see `fault`."""
 
-    def __init__(
-        self, session_id: str, decode_stream: DecodeStream, new_parser: NewParser
-    ) -> None:
+    def __init__(self, session_id: str, decode_stream: DecodeStream, new_parser: NewParser) -> None:
         self._session_id = session_id
         self._decode_stream = decode_stream
         self._new_parser = new_parser
@@ -193,7 +191,7 @@ class EventProjector:
         return tuple(self._completed) if self.fault is None else ()
 
     def _begin_input(self, record: InputRecord, event: pb.Event) -> None:
-        ids = unpack_ids(record.packed_ids)
+        ids = unpack_tokens(record.packed_ids)
         self._ids_before = ids[-CONTEXT_IDS:]
         self._decoder = self._parser = None
         self._closed, self._stopped = True, False

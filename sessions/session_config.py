@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgpack
 
-from moorage.engine import ParkTier, SamplingParams
+from moorage.engine import InvalidRequest, ParkTier, SamplingParams
+from moorage.sessions.errors import InvalidArgument
 
 CONFIG_VERSION = 1
 
@@ -57,13 +58,16 @@ def resolve_sampling(
 ) -> dict[str, Any]:
     """A turn's complete sampling: the turn's fields over the session's over the engine's, the seed drawn if unset.
 
-    Plain values, as the log keeps them. Raises the engine's InvalidRequest for a value out of range.
+    Plain values, as the log keeps them. Raises InvalidArgument naming field, value and limit.
     """
     merged = {"seed": drawn_seed, **defaults, **overrides}
     merged["stop"] = tuple(merged.get("stop", ()))
     merged["stop_token_ids"] = tuple(merged.get("stop_token_ids", ()))
     params = SamplingParams(**merged)
-    params.validate()
+    try:
+        params.validate()
+    except InvalidRequest as error:
+        raise InvalidArgument(str(error), field=str(error).partition(" ")[0]) from error
     return asdict(params)
 
 

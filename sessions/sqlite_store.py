@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgpack
 
+from moorage.engine import unpack_tokens
 from moorage.sessions.errors import (
     DataDirectoryLocked,
     SchemaVersionMismatch,
@@ -26,7 +27,7 @@ from moorage.sessions.errors import (
 from moorage.sessions.failpoints import FailpointError, hit
 from moorage.sessions.state import SessionState
 from moorage.sessions.store import CallRow, SessionRow, SessionWrite, StoredSession
-from moorage.sessions.token_log import LogRow, unpack_ids
+from moorage.sessions.token_log import LogRow
 
 SCHEMA_VERSION = 1
 
@@ -265,10 +266,10 @@ class SqliteStore:
             for r in rows
             if r.kind in ("token", "input")
         )
-        if len(unpack_ids(packed)) != row.num_tokens:
+        if len(unpack_tokens(packed)) != row.num_tokens:
             raise StoreUnavailable(
                 f"session {session_id}: the row says {row.num_tokens} tokens, its log has"
-                f" {len(unpack_ids(packed))}: the database file is damaged, restore it from a backup"
+                f" {len(unpack_tokens(packed))}: the database file is damaged, restore it from a backup"
             )
         turn_rows = tuple(r for r in rows if r.first_seq >= row.turn_first_seq)
         return StoredSession(row, found[-1], packed, calls, turn_rows)

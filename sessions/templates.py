@@ -66,7 +66,8 @@ class ChatMessage:
         """Raises InvalidArgument with the path of the field at fault."""
         if self.role not in ROLES:
             raise InvalidArgument(
-                f"{path}.role is {self.role[:40]!r}, allowed are {', '.join(ROLES)}", field=f"{path}.role"
+                f"{path}.role is {self.role[:40]!r}, allowed are {', '.join(ROLES)}",
+                field=f"{path}.role",
             )
         if self.tool_calls and self.role != "assistant":
             raise InvalidArgument(
@@ -81,7 +82,8 @@ class ChatMessage:
                 raise InvalidArgument(f"{where} is not JSON: {error}", field=where) from error
             if not isinstance(arguments, dict):
                 raise InvalidArgument(
-                    f"{where} is a JSON {type(arguments).__name__}, expected is an object", field=where
+                    f"{where} is a JSON {type(arguments).__name__}, expected is an object",
+                    field=where,
                 )
 
 
@@ -101,7 +103,9 @@ class _Contents:
     def __init__(self, special_tokens: Sequence[str] = ()) -> None:
         self._texts: list[str] = []
         self._special = (
-            re.compile("|".join(re.escape(t) for t in sorted(special_tokens, key=len, reverse=True)))
+            re.compile(
+                "|".join(re.escape(t) for t in sorted(special_tokens, key=len, reverse=True))
+            )
             if special_tokens
             else None
         )
@@ -308,9 +312,7 @@ def _environment(contents: _Contents) -> ImmutableSandboxedEnvironment:
         return contents.json(value, indent)
 
     def items(value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, _Arguments):
-            yield from value.items()
-        elif isinstance(value, Mapping):
+        if isinstance(value, _Arguments) or isinstance(value, Mapping):
             yield from value.items()
         elif not isinstance(value, jinja2.Undefined):
             raise TypeError("items takes a mapping")

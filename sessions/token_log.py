@@ -10,37 +10,19 @@ never sees half a row.
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
 import msgpack
 
+from moorage.engine import pack_tokens, unpack_tokens
 from moorage.sessions.errors import InternalError
 
 TOKENS_PER_ROW = 128
 """Bound of a token row: rewriting it costs half a page of SQLite at most; a 4K context is 32 rows."""
 
 TOKEN_BYTES = 4
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as the border's packed little-endian int32."""
-    packed = array("i", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_ids(packed: bytes | bytearray | memoryview) -> list[int]:
-    """The ids in `packed`, a whole number of 4-byte items."""
-    ids = array("i")
-    ids.frombytes(bytes(packed))
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ class InputRecord(_Record):
     """Log position of the first of them."""
     packed_ids: bytes
     source: str
-    """"messages", "tokens" or "tool_results"."""
+    """One of messages, tokens, tool_results."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +184,12 @@ def to_row(record: Record) -> LogRow:
     """The row of any record but a token, whose row `TokenLog` grows."""
     if isinstance(record, TokenRecord):
         return LogRow(
-            record.seq, record.seq, record.turn, "token", record.position, pack_ids([record.token_id])
+            record.seq,
+            record.seq,
+            record.turn,
+            "token",
+            record.position,
+            pack_tokens([record.token_id]),
         )
     if isinstance(record, InputRecord):
         payload = msgpack.packb([record.source, record.packed_ids])
@@ -214,7 +201,7 @@ def to_row(record: Record) -> LogRow:
 def from_row(row: LogRow) -> list[Record]:
     """The records of a row, in order. Raises InternalError for a row that this version cannot read."""
     if row.kind == "token":
-        ids = unpack_ids(row.payload)
+        ids = unpack_tokens(row.payload)
         if len(ids) != row.last_seq - row.first_seq + 1:
             raise InternalError(
                 f"log row {row.first_seq}: {len(ids)} tokens for {row.first_seq} … {row.last_seq}"
@@ -267,12 +254,12 @@ class TokenLog:
 
     def ids(self) -> list[int]:
         """The whole log."""
-        return unpack_ids(self._ids)
+        return unpack_tokens(bytes(self._ids))
 
     @property
     def last_id(self) -> int | None:
         """The last token, None for an empty log."""
-        return unpack_ids(self._ids[-TOKEN_BYTES:])[0] if self._ids else None
+        return unpack_tokens(bytes(self._ids[-TOKEN_BYTES:]))[0] if self._ids else None
 
     def take_seq(self) -> int:
         """The next sequence number, taken."""
@@ -282,7 +269,7 @@ class TokenLog:
 
     def input(self, turn: int, ids: Sequence[int], source: str) -> InputRecord:
         """Append input tokens."""
-        packed = pack_ids(ids)
+        packed = pack_tokens(ids)
         record = InputRecord(self.take_seq(), turn, self.num_tokens, packed, source)
         self._ids += packed
         self.add(record)
@@ -291,7 +278,7 @@ class TokenLog:
     def token(self, turn: int, token_id: int) -> TokenRecord:
         """Append a generated token to the open row, or open another."""
         record = TokenRecord(self.take_seq(), turn, self.num_tokens, token_id)
-        packed = pack_ids([token_id])
+        packed = pack_tokens([token_id])
         self._ids += packed
         row = self._open
         if (

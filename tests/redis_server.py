@@ -92,7 +92,12 @@ class RedisServer:
     def client(self) -> redis.Redis:
         """A plain client with short timeouts; close it after use."""
         return redis.Redis(
-            host="127.0.0.1", port=self.port, socket_timeout=5, socket_connect_timeout=1
+            host="127.0.0.1",
+            port=self.port,
+            password=self._overrides.get("requirepass"),
+            socket_timeout=5,
+            socket_connect_timeout=1,
+            protocol=2,
         )
 
     def flush(self) -> None:

@@ -21,7 +21,10 @@ def read_config(config: ConfigReader) -> ModelConfig:
         raise UnsupportedModel(
             f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    num_experts = config.integer("num_experts")
+    # Newer checkpoints say num_local_experts.
+    num_experts = config.integer(
+        "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    )
     top_k = config.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise UnsupportedModel(f"num_experts_per_tok ({top_k}) exceeds num_experts ({num_experts})")

@@ -31,7 +31,9 @@ def generate(output: Path) -> None:
             ]
         )
         if status != 0:
-            raise RuntimeError(f"protoc ended with status {status} for {HERE}/moorage/v1/sessions.proto")
+            raise RuntimeError(
+                f"protoc ended with status {status} for {HERE}/moorage/v1/sessions.proto"
+            )
         output.mkdir(parents=True, exist_ok=True)
         for name in GENERATED:
             target = output / name

@@ -1,4 +1,6 @@
-"""What the prefix cache's tests share: small literal contexts, fake KV, a collector of completions."""
+"""What the prefix cache's tests share: small literal contexts, fake KV, a collector of
+completions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ LINEAGE = Lineage(Namespace("acme", "prod"), b"model-1")
 GEOMETRY = Geometry(
     num_layers=2, num_kv_heads=1, block_size=4, head_dim=2, dtype="float32", run_blocks=2
 )
-"""A block is 2 layers × key and value × 1 head × 4 tokens × 2 floats = 128 bytes; a run is 8 tokens."""
+"""A block is 2 layers × key and value × 1 head × 4 tokens × 2 floats = 128 bytes; a run is 8
+tokens.
+"""
 
 
 def make_cache(num_blocks: int = 8, block_size: int = 4, **options: Any) -> PrefixCache:
@@ -34,7 +38,9 @@ def make_cache(num_blocks: int = 8, block_size: int = 4, **options: Any) -> Pref
 def fake_kv(
     token_ids: TokenIds, num_tokens: int, geometry: Geometry = GEOMETRY, salt: bytes = b""
 ) -> bytearray:
-    """KV whose every block is a function of the tokens up to its end, as real KV is; the unused slots are 0xEE."""
+    """KV whose every block is a function of the tokens up to its end, as real KV is; the unused
+    slots are 0xEE.
+    """
     out = bytearray()
     size, slot = geometry.block_size, geometry.token_head_bytes
     for block in range(-(-num_tokens // size)):
