@@ -42,7 +42,7 @@ test: setup-dev
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy sessions engine kernels prefix_cache tools_bridge
+	$(BIN)/mypy -p moorage.sessions -p moorage.engine -p moorage.kernels -p moorage.prefix_cache -p moorage.tools_bridge
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 

@@ -1,8 +1,9 @@
 """Who is calling: the only place that builds a `Namespace`.
 
-Without a token file the server is open and everyone is tenant "default". With one, every call must carry
-`authorization: Bearer TOKEN`; the file maps tokens to tenants, one `TOKEN TENANT` a line (`#` begins a comment).
-Tokens are kept as digests and compared in constant time; they never reach a log or a message.
+Without a token file the server is open and everyone is tenant "default". With one, every call must
+carry `authorization: Bearer TOKEN`; the file maps tokens to tenants, one `TOKEN TENANT` a line (`#`
+begins a comment). Tokens are kept as digests and compared in constant time; they never reach a log
+or a message.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Authenticator:
                 continue
             if len(parts) != 2 or len(parts[0]) < MIN_TOKEN_LEN or not _TENANT.match(parts[1]):
                 raise InvalidArgument(
-                    f"{path}:{number}: expected TOKEN TENANT, a token of at least {MIN_TOKEN_LEN} characters"
+                    f"{path}:{number}: expected TOKEN TENANT, a token of at least {MIN_TOKEN_LEN}"
+                    " characters"
                     " and a tenant of letters, digits, '.', '_' and '-'"
                 )
             tenants[_digest(parts[0])] = parts[1]

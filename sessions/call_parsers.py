@@ -10,7 +10,9 @@ from moorage.tools_bridge.parsers.hermes import HermesParser
 
 
 def call_id(session_id: str, turn: int, index: int) -> str:
-    """The id of the `index`-th call of a turn: the same after a replay, unique in and across sessions."""
+    """The id of the `index`-th call of a turn: the same after a replay, unique in and across
+    sessions.
+    """
     digest = blake2b(f"{session_id}\0{turn}\0{index}".encode(), digest_size=12).hexdigest()
     return f"call_{digest}"
 
@@ -18,8 +20,8 @@ def call_id(session_id: str, turn: int, index: int) -> str:
 def parser_factory(session_id: str) -> NewParser:
     """Hermes-style parsers with this session's call ids.
 
-    A turn may hold several replies, with tool results between them: the index restarts in each reply, the id counts
-    on over the turn.
+    A turn may hold several replies, with tool results between them: the index restarts in each
+    reply, the id counts on over the turn.
     """
 
     def new_parser(turn: int, num_calls_before: int) -> ToolCallParser:

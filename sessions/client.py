@@ -1,12 +1,14 @@
-"""The client: sessions over gRPC, with the tool loop and reconnection. Imports no torch and no engine.
+"""The client: sessions over gRPC, with the tool loop and reconnection. Imports no torch and no
+engine.
 
     async with Client("localhost:50051") as client:
         session = await client.create(system="You are helpful.", tools=[add])
         answer = await session.run("What is 2 + 3?")
         print(answer.text)
 
-A stream that breaks is taken up again with Attach behind the last event that was seen, so nothing is lost or
-repeated; a tool call is run once by this client, and its result is sent until the server has it.
+A stream that breaks is taken up again with Attach behind the last event that was seen, so nothing
+is lost or repeated; a tool call is run once by this client, and its result is sent until the server
+has it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ TURN_TIMEOUT_S = 600.0
 MAX_MESSAGE_BYTES = 4 << 20
 """As the server's; a larger request is refused before it is sent."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
-"""Pause before a call is repeated: doubling, with jitter, up to a second; until the call's timeout."""
+"""Pause before a call is repeated: doubling, with jitter, up to a second; until the call's timeout.
+"""
 
 _PARK = {
     "auto": pb.PARK_POLICY_AUTO,
@@ -179,10 +182,11 @@ class Client:
         idempotency_key: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> ClientSession:
-        """Make a session. `tools` are Python functions that `run` calls; `tool_schemas` are tools that the caller
-        answers himself (`{"name", "description", "parameters"}`).
+        """Make a session. `tools` are Python functions that `run` calls; `tool_schemas` are tools
+        that the caller answers himself (`{"name", "description", "parameters"}`).
 
-        Repeated on UNAVAILABLE until `timeout_s`: a key is made where none is given, so it makes one session.
+        Repeated on UNAVAILABLE until `timeout_s`: a key is made where none is given, so it makes
+        one session.
         """
         box = ToolBox(tools)
         request = pb.CreateRequest(
@@ -213,8 +217,8 @@ class Client:
     ) -> Any:
         """One unary call of the service by name, with typed errors.
 
-        `repeat`: again on UNAVAILABLE, with back-off, until `timeout_s` has passed. Only for calls that may be
-        repeated. Cancel-safe.
+        `repeat`: again on UNAVAILABLE, with back-off, until `timeout_s` has passed. Only for calls
+        that may be repeated. Cancel-safe.
         """
         self._check_size(request)
         deadline = _now() + timeout_s
@@ -256,7 +260,8 @@ class Client:
         size = request.ByteSize()
         if size > self._max_bytes:
             raise MessageTooLarge(
-                f"the request has {size} bytes and the limit is {self._max_bytes}: shorten the content; nothing"
+                f"the request has {size} bytes and the limit is {self._max_bytes}: shorten the"
+                " content; nothing"
                 " was sent"
             )
 
@@ -283,10 +288,10 @@ class ClientSession:
     ) -> Answer:
         """One whole turn: send, run the tools the model calls, and go on to the answer.
 
-        `tools` adds functions for schemas that the session was created with. Survives a server that dies and
-        comes back within `timeout_s`. Raises the turn's error where it failed, DeadlineExceeded, and every
-        CallerError and StateError. Cancelled: running tools are cancelled, the turn follows the session's
-        disconnect policy.
+        `tools` adds functions for schemas that the session was created with. Survives a server that
+        dies and comes back within `timeout_s`. Raises the turn's error where it failed,
+        DeadlineExceeded, and every CallerError and StateError. Cancelled: running tools are
+        cancelled, the turn follows the session's disconnect policy.
         """
         box = self.tools.extended(tools)
         deadline = _now() + timeout_s
@@ -345,8 +350,9 @@ class ClientSession:
     ) -> AsyncGenerator[Event, None]:
         """Start a turn and give its events up to TurnEnd or Failed, tool waits included.
 
-        `prompt` is a user message or a list of messages; `token_ids` are appended as they are instead. With
-        `reconnect`, a broken stream is taken up again until `timeout_s`. Closing the iterator drops the stream.
+        `prompt` is a user message or a list of messages; `token_ids` are appended as they are
+        instead. With `reconnect`, a broken stream is taken up again until `timeout_s`. Closing the
+        iterator drops the stream.
         """
         messages = [pb.Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
         request = pb.GenerateRequest(
@@ -388,8 +394,8 @@ class ClientSession:
     ) -> AsyncGenerator[pb.Event, None]:
         """The wire events of a turn over as many connections as it takes.
 
-        Before the first event, Generate is repeated under its idempotency key (it attaches where it was accepted);
-        after it, Attach goes on behind the last event seen.
+        Before the first event, Generate is repeated under its idempotency key (it attaches where it
+        was accepted); after it, Attach goes on behind the last event seen.
         """
         deadline = _now() + timeout_s
         backoff = Backoff(deadline)

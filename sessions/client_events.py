@@ -1,8 +1,8 @@
 """What a client sees of a session: small frozen values, one a thing that happened.
 
-The wire merges what one record releases into one event; here it is flat. Every value carries the range of sequence
-numbers of its wire event. Token ids stand in the first value of a wire event, so that all of them, joined, are the
-log.
+The wire merges what one record releases into one event; here it is flat. Every value carries the
+range of sequence numbers of its wire event. Token ids stand in the first value of a wire event, so
+that all of them, joined, are the log.
 """
 
 from __future__ import annotations

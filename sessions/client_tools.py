@@ -36,7 +36,9 @@ class ToolBox:
         ]
 
     async def run(self, call_id: str, index: int, name: str, arguments: str) -> pb.ToolResult:
-        """One call. Whatever goes wrong in the tool is a result for the model; cancellation propagates."""
+        """One call. Whatever goes wrong in the tool is a result for the model; cancellation
+        propagates.
+        """
         result = await self._runner.run(ToolCall(call_id, index, name, arguments))
         return pb.ToolResult(
             call_id=result.call_id, content=result.content, is_error=result.is_error

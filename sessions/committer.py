@@ -1,9 +1,10 @@
 """The committer: every session's writes, gathered into one transaction at a time.
 
-Writes are queued by the event loop and handed to the store's one writer thread. While a transaction runs, what
-further steps produce gathers in the queue and becomes the next one, so the loop never waits for the disk and the
-number of transactions adapts to its pace. Order is kept: a session's callbacks run in the order of its writes, and
-only after they are durable. That is where "tokens durable → event sent" is kept.
+Writes are queued by the event loop and handed to the store's one writer thread. While a transaction
+runs, what further steps produce gathers in the queue and becomes the next one, so the loop never
+waits for the disk and the number of transactions adapts to its pace. Order is kept: a session's
+callbacks run in the order of its writes, and only after they are durable. That is where "tokens
+durable → event sent" is kept.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class Committer:
         """Transactions so far."""
 
     def submit(self, write: SessionWrite, on_committed: OnCommitted) -> None:
-        """Queue a write. At the bound it is refused at once, through its callback (on the loop's next turn)."""
+        """Queue a write. At the bound it is refused at once, through its callback (on the loop's
+        next turn).
+        """
         if len(self._queue) >= self._max_pending:
             error = StoreUnavailable(
-                f"{len(self._queue)} writes wait for the session store, the bound is {self._max_pending}",
+                f"{len(self._queue)} writes wait for the session store, the bound is"
+                f" {self._max_pending}",
                 retry_after_s=1.0,
             )
             asyncio.get_running_loop().call_soon(on_committed, error)
@@ -59,7 +63,9 @@ class Committer:
         self._wake.set()
 
     async def run(self) -> None:
-        """Commit until cancelled. Not cancel-safe in mid-commit by itself: `flush` first, then cancel."""
+        """Commit until cancelled. Not cancel-safe in mid-commit by itself: `flush` first, then
+        cancel.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()

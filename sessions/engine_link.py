@@ -1,7 +1,7 @@
 """The bridge between the event loop and the engine thread.
 
-Out: commands, in order, through a bounded outbox that waits out a full mailbox. In: one `call_soon_threadsafe` a
-step, whatever the number of sessions in it.
+Out: commands, in order, through a bounded outbox that waits out a full mailbox. In: one
+`call_soon_threadsafe` a step, whatever the number of sessions in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from moorage.sessions.event_projector import Decoder
 _log = structlog.get_logger("moorage.sessions")
 
 RETRY_S = 0.01
-"""Pause before a full mailbox is tried again: the engine empties it every step, which takes about as long."""
+"""Pause before a full mailbox is tried again: the engine empties it every step, which takes about
+as long.
+"""
 
 
 class EngineFacade(Protocol):
@@ -87,14 +89,16 @@ class EngineLink:
     ) -> None:
         """Hand over a command, or keep it up to `wait_s` seconds while the mailbox is full.
 
-        `on_refused` is called with EngineBusy when the time is up, with EngineStopped when the engine ended.
-        Raises EngineBusy at the outbox's bound, EngineStopped when the engine does not run.
+        `on_refused` is called with EngineBusy when the time is up, with EngineStopped when the
+        engine ended. Raises EngineBusy at the outbox's bound, EngineStopped when the engine does
+        not run.
         """
         if not self._outbox and self._try(command):
             return
         if len(self._outbox) >= self._bound:
             raise EngineBusy(
-                f"{len(self._outbox)} commands wait for the engine, the bound is {self._bound}: retry shortly",
+                f"{len(self._outbox)} commands wait for the engine, the bound is {self._bound}:"
+                " retry shortly",
                 retry_after_s=1.0,
             )
         self._outbox.append(_Waiting(command, self._loop.time() + wait_s, on_refused))
@@ -155,7 +159,8 @@ class EngineLink:
             try:
                 if self._loop.time() >= waiting.deadline:
                     refused = EngineBusy(
-                        "the engine's queue stayed full for as long as a turn may wait: retry later",
+                        "the engine's queue stayed full for as long as a turn may wait: retry"
+                        " later",
                         retry_after_s=5.0,
                     )
                 elif not self._try(waiting.command):

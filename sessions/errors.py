@@ -1,9 +1,9 @@
 """Every error a session can give, and the one table from error to gRPC status.
 
-The tree is by who is at fault: `CallerError` (repeat it and it fails again), `StateError` (the session is not
-where the call needs it), `UnavailableError` (repeat it later), `InternalError` (ours). Server and client share
-these classes: the server packs an error into the trailing metadata, the client raises the same class again.
-No torch and no engine here: the client imports this module.
+The tree is by who is at fault: `CallerError` (repeat it and it fails again), `StateError` (the
+session is not where the call needs it), `UnavailableError` (repeat it later), `InternalError`
+(ours). Server and client share these classes: the server packs an error into the trailing metadata,
+the client raises the same class again. No torch and no engine here: the client imports this module.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class ContextTooLong(CallerError):
 
 
 class MessageTooLarge(CallerError):
-    """A message above the size limit. Rule: RESOURCE_EXHAUSTED, as gRPC itself answers an oversized frame."""
+    """A message above the size limit. Rule: RESOURCE_EXHAUSTED, as gRPC itself answers an oversized
+    frame.
+    """
 
     code = "message_too_large"
 
@@ -246,7 +248,9 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 
 def as_moorage_error(error: BaseException) -> MoorageError:
-    """Foreign exceptions mapped once, at the border. The text of an unexpected one stays on the server."""
+    """Foreign exceptions mapped once, at the border. The text of an unexpected one stays on the
+    server.
+    """
     if isinstance(error, MoorageError):
         return error
     if isinstance(error, TimeoutError):
@@ -274,12 +278,15 @@ def _classes(root: type[MoorageError]) -> dict[str, type[MoorageError]]:
     found: dict[str, type[MoorageError]] = {}
     for cls in root.__subclasses__():
         found |= _classes(cls)
-    # A class that only inherits its parent's code (InvalidArgument) is the one that is raised for it.
+    # A class that only inherits its parent's code (InvalidArgument) is the one that is raised for
+    # it.
     return found if root.code in found else found | {root.code: root}
 
 
 def from_detail(detail: pb.ErrorDetail) -> MoorageError:
-    """The exception that `to_detail` packed; an unknown code (a newer server) becomes InternalError."""
+    """The exception that `to_detail` packed; an unknown code (a newer server) becomes
+    InternalError.
+    """
     cls = _classes(MoorageError).get(detail.code, InternalError)
     if cls is StaleWrite:
         return InternalError(detail.message)

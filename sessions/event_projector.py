@@ -1,12 +1,15 @@
-"""Records → events, as pure code: the one path by which live streams and replays learn what tokens mean.
+"""Records → events, as pure code: the one path by which live streams and replays learn what tokens
+mean.
 
-The projector is sans-IO. Fed the records of a session from the start of a turn, it gives one event per record. Its
-state is that of the current *stretch* (the tokens between two inputs): an incremental detokeniser and a tool-call
-parser, both pure functions of what they are fed. So the events behind any sequence number are the same whether
-they were projected live, after a reconnect, or by another process.
+The projector is sans-IO. Fed the records of a session from the start of a turn, it gives one event
+per record. Its state is that of the current *stretch* (the tokens between two inputs): an
+incremental detokeniser and a tool-call parser, both pure functions of what they are fed. So the
+events behind any sequence number are the same whether they were projected live, after a reconnect,
+or by another process.
 
-What the end of a stretch releases (a held-back possible marker, a truncated character) belongs to no token. It
-travels as `tail` of the record that ends the stretch: the first tool call, TurnEnd or Failed.
+What the end of a stretch releases (a held-back possible marker, a truncated character) belongs to
+no token. It travels as `tail` of the record that ends the stretch: the first tool call, TurnEnd or
+Failed.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ from moorage.tools_bridge.call import ToolCall
 from moorage.tools_bridge.parsers.base import ParseDelta, ToolCallParser
 
 CONTEXT_IDS = 64
-"""Ids of the last input that the detokeniser sees before the first token: a character is at most 4 tokens, the
-spacing rule looks at one. Taken from that input alone, so a replay from the turn's start sees the same ones."""
+"""Ids of the last input that the detokeniser sees before the first token: a character is at most 4
+tokens, the spacing rule looks at one. Taken from that input alone, so a replay from the turn's
+start sees the same ones."""
 
 FINISH_REASONS: dict[str, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
@@ -65,11 +69,15 @@ DecodeStream = Callable[[Sequence[int], tuple[str, ...]], Decoder]
 """(ids before, stop strings) -> decoder: `Engine.decode_stream`."""
 
 NewParser = Callable[[int, int], ToolCallParser]
-"""(turn, calls of this turn so far) -> parser whose call ids follow from (session, turn, index) alone."""
+"""(turn, calls of this turn so far) -> parser whose call ids follow from (session, turn, index)
+alone.
+"""
 
 
 class EventProjector:
-    """One pass over a session's records. `project` never raises for what a model wrote: see `fault`."""
+    """One pass over a session's records. `project` never raises for what a model wrote: see
+    `fault`.
+    """
 
     def __init__(self, session_id: str, decode_stream: DecodeStream, new_parser: NewParser) -> None:
         self._session_id = session_id
@@ -85,7 +93,9 @@ class EventProjector:
         self._tail = pb.Delta()
         self._completed: list[ToolCall] = []
         self.fault: MoorageError | None = None
-        """Set when detokeniser or parser raised in this stretch: its later tokens carry ids and no text."""
+        """Set when detokeniser or parser raised in this stretch: its later tokens carry ids and no
+        text.
+        """
 
     def project(self, record: Record) -> pb.Event:
         """The one event of `record`. Records must come in order, from the start of a turn on."""
@@ -174,7 +184,8 @@ class EventProjector:
         return event
 
     def close_stretch(self, *, truncated: bool) -> tuple[ToolCall, ...]:
-        """End the stretch: flush detokeniser and parser into the tail; the complete calls of the stretch.
+        """End the stretch: flush detokeniser and parser into the tail; the complete calls of the
+        stretch.
 
         Idempotent. A truncated stretch completes no call (case A12).
         """
@@ -247,9 +258,11 @@ def sampling_to_proto(values: dict[str, object]) -> pb.SamplingParams:
 
 
 def merge_deltas(first: pb.Event, second: pb.Event, max_tokens: int) -> bool:
-    """Append `second` to `first` where both are deltas of one turn and consecutive; whether it was done.
+    """Append `second` to `first` where both are deltas of one turn and consecutive; whether it was
+    done.
 
-    A merged event covers at most `max_tokens` tokens. Consecutive pieces of one call become one piece.
+    A merged event covers at most `max_tokens` tokens. Consecutive pieces of one call become one
+    piece.
     """
     if (
         first.WhichOneof("kind") != "delta"

@@ -1,8 +1,9 @@
 """Failpoints: named places around every durable write where a test makes this process fail or die.
 
-In production `hit` is one dictionary look-up in an empty dictionary. `MOORAGE_FAILPOINT=name:action[:n]`, comma
-separated, arms points from outside: `kill` ends the process by SIGKILL, `error` raises `FailpointError`; `n` (1 if
-left out) is the hit at which it acts.
+In production `hit` is one dictionary look-up in an empty dictionary.
+`MOORAGE_FAILPOINT=name:action[:n]`, comma separated, arms points from outside: `kill` ends the
+process by SIGKILL, `error` raises `FailpointError`; `n` (1 if left out) is the hit at which it
+acts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ FAILPOINT_NAMES = frozenset(
         "engine.before_park_committed",
     }
 )
-"""Every point there is; arming another name is an error, so that a test cannot pass by a typing mistake."""
+"""Every point there is; arming another name is an error, so that a test cannot pass by a typing
+mistake.
+"""
 
 
 class FailpointError(Exception):

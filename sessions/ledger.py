@@ -1,8 +1,9 @@
 """A session's books: its row, its log, its calls, and the one way in which any of them changes.
 
-A change is staged with `commit` and is visible to clients only once durable: then its events are published and its
-continuation runs. Where a commit fails, memory is ahead of the store: the session is *lost*, dropped from memory,
-and the next caller loads it again. That is the path after a crash, so there is one path.
+A change is staged with `commit` and is visible to clients only once durable: then its events are
+published and its continuation runs. Where a commit fails, memory is ahead of the store: the session
+is *lost*, dropped from memory, and the next caller loads it again. That is the path after a crash,
+so there is one path.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Ledger:
             raise SessionClosed(f"session {self.session_id} is closed: create another")
 
     def advance(self, event: SessionEvent) -> None:
-        """Move the state. Raises IllegalTransition and changes nothing where the table has no entry."""
+        """Move the state. Raises IllegalTransition and changes nothing where the table has no
+        entry.
+        """
         self.row = replace(self.row, state=advance(self.row.state, event))
 
     def project(self, records: Sequence[Record]) -> list[pb.Event]:
@@ -93,7 +96,9 @@ class Ledger:
         then: Callable[[], None] | None = None,
         future: asyncio.Future[None] | None = None,
     ) -> None:
-        """Stage one write. Durable: publish `events`, resolve `future`, run `then`. Failed: lose the session."""
+        """Stage one write. Durable: publish `events`, resolve `future`, run `then`. Failed: lose
+        the session.
+        """
         self.row = replace(
             self.row,
             version=self.row.version + 1,
@@ -146,7 +151,9 @@ class Ledger:
 
 
 async def bounded(future: asyncio.Future[None], seconds: float, what: str) -> None:
-    """Wait for `future` at most `seconds`. Raises DeadlineExceeded that begins with `what`. Cancel-safe."""
+    """Wait for `future` at most `seconds`. Raises DeadlineExceeded that begins with `what`.
+    Cancel-safe.
+    """
     try:
         async with asyncio.timeout(seconds):
             await future

@@ -1,7 +1,8 @@
-"""All sessions of one server: making them, finding them, feeding them what the engine says, and stopping.
+"""All sessions of one server: making them, finding them, feeding them what the engine says, and
+stopping.
 
-Owns the committer's task, the engine link and the sessions in memory. A session is in memory while it has work or a
-stream; others are dropped at a bound and loaded from the store when someone asks.
+Owns the committer's task, the engine link and the sessions in memory. A session is in memory while
+it has work or a stream; others are dropped at a bound and loaded from the store when someone asks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from moorage.sessions.turn_input import check_fits
 
 _log = structlog.get_logger("moorage.sessions")
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-"""Ids go into cache keys and log lines; anything else is refused before it is looked up (case D16)."""
+"""Ids go into cache keys and log lines; anything else is refused before it is looked up (case D16).
+"""
 
 DRAIN_POLL_S = 0.02
 """Pause between looks at the running turns while the server drains."""
@@ -112,13 +114,15 @@ class SessionManager:
             self.link.close()
             self.committer.close()
 
-    # -- sessions ------------------------------------------------------------------------------------------
+    # -- sessions
+    # ------------------------------------------------------------------------------------------
 
     async def create(
         self, namespace: Namespace, config: SessionConfig, idempotency_key: str = ""
     ) -> tuple[str, bool]:
-        """(session id, it existed). Raises ContextTooLong where system prompt and tools alone fill the window,
-        InvalidRequest (engine) for sampling out of range, ServerDraining, StoreUnavailable.
+        """(session id, it existed). Raises ContextTooLong where system prompt and tools alone fill
+        the window, InvalidRequest (engine) for sampling out of range, ServerDraining,
+        StoreUnavailable.
         """
         self._check_open()
         if idempotency_key and (known := await self._by_key(namespace, idempotency_key)):
@@ -174,10 +178,13 @@ class SessionManager:
         check_fits(0, await asyncio.to_thread(count), engine.model_info.context_len)
 
     async def session(self, namespace: Namespace, session_id: str) -> Session:
-        """The session, loaded if need be. Raises SessionNotFound (also for another tenant's), StoreUnavailable."""
+        """The session, loaded if need be. Raises SessionNotFound (also for another tenant's),
+        StoreUnavailable.
+        """
         if not _SESSION_ID.match(session_id):
             raise InvalidArgument(
-                f"session_id {session_id[:80]!r} is malformed: 1 to 64 letters, digits, '-' and '_'",
+                f"session_id {session_id[:80]!r} is malformed: 1 to 64 letters, digits, '-' and"
+                " '_'",
                 field="session_id",
             )
         session = self._sessions.get(session_id)
@@ -229,7 +236,8 @@ class SessionManager:
         if self.engine_failed.is_set():
             raise EngineStopped("the engine ended: the server must be restarted", retry_after_s=5.0)
 
-    # -- the engine's word ---------------------------------------------------------------------------------
+    # -- the engine's word
+    # ---------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
         """One step: every session's share, then one wake-up of the committer (it gathers them all)."""
@@ -275,13 +283,14 @@ class SessionManager:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- shutdown ------------------------------------------------------------------------------------------
+    # -- shutdown
+    # ------------------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float) -> None:
         """Take no new work, let running turns end within `grace_s`, suspend and park the rest.
 
-        Streams end with ServerDraining (UNAVAILABLE): the same client goes on with Attach at the next server.
-        Sessions that wait for tools are parked at once: their turns cannot end here.
+        Streams end with ServerDraining (UNAVAILABLE): the same client goes on with Attach at the
+        next server. Sessions that wait for tools are parked at once: their turns cannot end here.
         """
         self._draining = True
         loop = asyncio.get_running_loop()

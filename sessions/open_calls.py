@@ -26,7 +26,9 @@ class ResultInput:
 
 
 class OpenCalls:
-    """call id -> call, over the session's life. Methods that change rows return them for the commit."""
+    """call id -> call, over the session's life. Methods that change rows return them for the
+    commit.
+    """
 
     def __init__(self, rows: Sequence[CallRow]) -> None:
         self._rows = {row.call_id: row for row in rows}
@@ -52,7 +54,8 @@ class OpenCalls:
     def check(self, results: Sequence[ResultInput]) -> tuple[list[ResultInput], int]:
         """(results that are new, number of duplicates). Changes nothing.
 
-        Raises CallNotFound, and ToolResultConflict where a call has another result: the first one stands.
+        Raises CallNotFound, and ToolResultConflict where a call has another result: the first one
+        stands.
         """
         new: dict[str, ResultInput] = {}
         num_duplicates = 0
@@ -60,7 +63,8 @@ class OpenCalls:
             row = self._rows.get(result.call_id)
             if row is None:
                 raise CallNotFound(
-                    f"results[{i}] answers call {result.call_id[:80]!r}, which this session never made",
+                    f"results[{i}] answers call {result.call_id[:80]!r}, which this session never"
+                    " made",
                     field=f"results[{i}].call_id",
                 )
             known = new.get(result.call_id) or (

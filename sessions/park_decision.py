@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from moorage.sessions.session_config import ParkPolicyName
+from moorage.tools_bridge.park_policy import ParkPolicy, WaitKind, decide
 
 
-def wants_park(policy: ParkPolicyName, *, tool_names: Sequence[str] | None) -> bool:
-    """Whether the KV leaves the device now. `tool_names` None: the turn ended and a human is next."""
-    raise NotImplementedError
+def wants_park(policy: ParkPolicyName, *, waits_for_tools: bool) -> bool:
+    """Whether the KV leaves the device now: the turn waits for tools, or it ended and a human is
+    next.
+    """
+    kind = WaitKind.TOOLS if waits_for_tools else WaitKind.HUMAN
+    return decide(ParkPolicy(policy), kind).action == "park"

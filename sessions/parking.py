@@ -4,9 +4,10 @@
                                                                  │ durable
          settled ◀──ParkDone── engine frees blocks ◀──ParkCommitted──┘  event Parked
 
-A turn that wants to run while frames are being stored waits for that (bounded by `park_wait_s`), so a resume never
-races its own park. A park that comes too late is declined with ParkFailed and leaves no trace. After a crash a park
-in flight counts as not done: the manifest of the last commit still describes frames that no one has deleted.
+A turn that wants to run while frames are being stored waits for that (bounded by `park_wait_s`), so
+a resume never races its own park. A park that comes too late is declined with ParkFailed and leaves
+no trace. After a crash a park in flight counts as not done: the manifest of the last commit still
+describes frames that no one has deleted.
 """
 
 from __future__ import annotations
@@ -100,21 +101,22 @@ class Parking:
 
     def after_tool_calls(self) -> None:
         """The turn waits for tools: park if the policy says so."""
-        names = [row.name for row in self._ledger.calls.pending()]
         if self._ledger.state is SessionState.WAITING_TOOLS and wants_park(
-            self._session.config.park_policy, tool_names=names
+            self._session.config.park_policy, waits_for_tools=True
         ):
             self.begin(self._session.config.park_tier)
 
     def after_turn(self) -> None:
         """The turn ended and a human is next."""
         if self._ledger.state is SessionState.IDLE and wants_park(
-            self._session.config.park_policy, tool_names=None
+            self._session.config.park_policy, waits_for_tools=False
         ):
             self.begin(self._session.config.park_tier)
 
     def begin(self, tier: ParkTier) -> None:
-        """Ask for a park; nothing where there is no KV, it is parked already, or a park is under way."""
+        """Ask for a park; nothing where there is no KV, it is parked already, or a park is under
+        way.
+        """
         if self._flight is not None or self._ledger.row.parked or not self._ledger.log.num_tokens:
             return
         if self._ledger.lost is not None or self._restore is not None:
@@ -133,8 +135,8 @@ class Parking:
     async def park(self, tier: ParkTier) -> ParkOutcome:
         """Park now and wait for free device blocks.
 
-        Raises StateError while a turn generates, TierUnavailable where no tier took the frames (the KV stays),
-        DeadlineExceeded. Cancel-safe: the park goes on.
+        Raises StateError while a turn generates, TierUnavailable where no tier took the frames (the
+        KV stays), DeadlineExceeded. Cancel-safe: the park goes on.
         """
         self._check_still("parked")
         if not self._ledger.log.num_tokens or (self._ledger.row.parked and self._flight is None):
@@ -147,7 +149,9 @@ class Parking:
         return await self._answer(future, "the park was not done")
 
     async def resume(self) -> RestoreDone | None:
-        """Bring KV back; None where there is none. Raises StateError, DeadlineExceeded. Cancel-safe."""
+        """Bring KV back; None where there is none. Raises StateError, DeadlineExceeded.
+        Cancel-safe.
+        """
         self._check_still("resumed")
         if not self._ledger.log.num_tokens:
             return None
@@ -182,10 +186,12 @@ class Parking:
         self._ledger.check_usable()
         if self._ledger.state is SessionState.RUNNING:
             raise StateError(
-                f"session {self._ledger.session_id} generates: it can be {done} when it is idle or waits for tools"
+                f"session {self._ledger.session_id} generates: it can be {done} when it is idle or"
+                " waits for tools"
             )
 
-    # -- what the engine says ------------------------------------------------------------------------------
+    # -- what the engine says
+    # ------------------------------------------------------------------------------
 
     def on_prepared(self, event: ParkPrepared) -> None:
         """Frames are stored: make the manifest durable, then let the engine free the blocks."""

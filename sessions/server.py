@@ -1,4 +1,6 @@
-"""One server process: engine, store, manager and gRPC, started in that order and stopped in the reverse one."""
+"""One server process: engine, store, manager and gRPC, started in that order and stopped in the
+reverse one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _log = structlog.get_logger("moorage.sessions")
 SERVICE_NAME = sessions_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name
 
 MIN_PING_INTERVAL_MS = 5_000
-"""Clients may ping this often without a call; shorter than any sensible keepalive, so none is cut off (case H2)."""
+"""Clients may ping this often without a call; shorter than any sensible keepalive, so none is cut
+off (case H2).
+"""
 
 
 @dataclass(frozen=True)
@@ -111,10 +115,11 @@ async def running_server(
 async def serve(
     engine: EngineFacade, config: ServerConfig, *, announce: Callable[[str], None]
 ) -> int:
-    """Run until SIGTERM or SIGINT, then drain. The exit status: 0, or 1 where the engine ended by itself.
+    """Run until SIGTERM or SIGINT, then drain. The exit status: 0, or 1 where the engine ended by
+    itself.
 
-    `announce` is called with HOST:PORT once calls are answered. Raises MoorageError subclasses for a data
-    directory, token file or address that cannot be used.
+    `announce` is called with HOST:PORT once calls are answered. Raises MoorageError subclasses for
+    a data directory, token file or address that cannot be used.
     """
     arm_from_environment()
     authenticator = (

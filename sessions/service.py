@@ -1,7 +1,8 @@
 """The gRPC servicer: protobuf in, session calls, protobuf out. No decision is made here.
 
-Every call is authenticated first and ends with a status from the one table in `errors.py`. Streams are written with
-`context.write`, not yielded, so that a client's cancellation is raised here and the stream is let go at once.
+Every call is authenticated first and ends with a status from the one table in `errors.py`. Streams
+are written with `context.write`, not yielded, so that a client's cancellation is raised here and
+the stream is let go at once.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ class SessionsServicer(sessions_pb2_grpc.SessionsServicer):
             )
         if len(request.messages) > self._limits.max_messages:
             raise InvalidArgument(
-                f"there are {len(request.messages)} messages, the limit is {self._limits.max_messages}",
+                f"there are {len(request.messages)} messages, the limit is"
+                f" {self._limits.max_messages}",
                 field="messages",
             )
         if not 0.0 <= request.deadline_s < float("inf"):

@@ -1,4 +1,6 @@
-"""Protobuf values ↔ the plain values of sessions and engine. Enum numbers are named here and nowhere else."""
+"""Protobuf values ↔ the plain values of sessions and engine. Enum numbers are named here and
+nowhere else.
+"""
 
 from __future__ import annotations
 

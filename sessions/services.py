@@ -35,7 +35,8 @@ class SessionServices:
         """Raises TemplateError where the model has none."""
         if self.template is None:
             raise TemplateError(
-                f"the model {self.engine.model_info.name} has no chat template: send token ids instead of"
+                f"the model {self.engine.model_info.name} has no chat template: send token ids"
+                " instead of"
                 " messages"
             )
         return self.template

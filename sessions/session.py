@@ -1,10 +1,11 @@
 """One session: the turn loop.
 
-A session is an actor whose mailbox is the event loop: every change of state is one synchronous stretch of code here,
-and what must wait (a commit, the engine, a park) continues in a callback. So a caller that is cancelled only stops
-waiting; it never leaves a half-made change.
+A session is an actor whose mailbox is the event loop: every change of state is one synchronous
+stretch of code here, and what must wait (a commit, the engine, a park) continues in a callback. So
+a caller that is cancelled only stops waiting; it never leaves a half-made change.
 
-    input durable → Submit → token … token → tool calls durable → park → results durable → Submit → … → turn end
+    input durable → Submit → token … token → tool calls durable → park → results durable → Submit →
+    … → turn end
                               each step: commit, then publish
 """
 
@@ -74,7 +75,9 @@ class Session:
         self._turn = Turn.from_records(self.ledger.turn_records)
         self._request: ActiveRequest | None = None
         self._epoch = 0
-        """Grows with every change of turn, so that a coroutine that waited sees that it was overtaken."""
+        """Grows with every change of turn, so that a coroutine that waited sees that it was
+        overtaken.
+        """
         self._suspended = False
         """The turn is open and nobody computes it: its last stream dropped, or the server stops."""
         self._ended_waiters: list[asyncio.Future[None]] = []
@@ -100,14 +103,16 @@ class Session:
             or self.ledger.state is SessionState.RUNNING
         )
 
-    # -- a turn begins -------------------------------------------------------------------------------------
+    # -- a turn begins
+    # -------------------------------------------------------------------------------------
 
     async def start_turn(self, turn_input: TurnInput) -> Subscription:
         """Make the input durable, submit it, and give the stream of the turn.
 
-        Raises SessionBusy, ToolsPending, SessionClosed (nothing changed), InvalidArgument, TemplateError,
-        ContextTooLong, StoreUnavailable, DeadlineExceeded. A repeat of the last turn's idempotency key attaches to
-        that turn. Cancelled: the turn goes on or not as if its stream had been dropped.
+        Raises SessionBusy, ToolsPending, SessionClosed (nothing changed), InvalidArgument,
+        TemplateError, ContextTooLong, StoreUnavailable, DeadlineExceeded. A repeat of the last
+        turn's idempotency key attaches to that turn. Cancelled: the turn goes on or not as if its
+        stream had been dropped.
         """
         ledger, key = self.ledger, turn_input.idempotency_key
         ledger.check_usable()
@@ -124,7 +129,8 @@ class Session:
         self._check_startable()
         if epoch != self._epoch:
             raise SessionBusy(
-                f"session {self.session_id}: another turn was started at the same moment; send this one again"
+                f"session {self.session_id}: another turn was started at the same moment; send"
+                " this one again"
             )
         ids = self._input.fit(ids)
         subscription = self.streams.attach(ledger.log.last_seq, end_turn=ledger.row.turn + 1)
@@ -162,7 +168,8 @@ class Session:
         self.ledger.check_usable()
         if self.ledger.state is SessionState.RUNNING:
             raise SessionBusy(
-                f"session {self.session_id} generates turn {self.ledger.row.turn} already: wait for its end,"
+                f"session {self.session_id} generates turn {self.ledger.row.turn} already: wait"
+                " for its end,"
                 " attach to it, or cancel it"
             )
         if self.ledger.state is SessionState.WAITING_TOOLS:
@@ -170,7 +177,8 @@ class Session:
                 ", ".join(self.ledger.calls.pending_ids()) or "calls that are all answered now"
             )
             raise ToolsPending(
-                f"session {self.session_id} waits for the results of {waiting}: submit them, cancel the turn,"
+                f"session {self.session_id} waits for the results of {waiting}: submit them,"
+                " cancel the turn,"
                 " or set cancel_pending_calls"
             )
 
@@ -229,7 +237,8 @@ class Session:
         if self.ledger.state is SessionState.RUNNING and self.ledger.lost is None:
             self._end_turn(FinishReason.ERROR, error)
 
-    # -- a turn runs ---------------------------------------------------------------------------------------
+    # -- a turn runs
+    # ---------------------------------------------------------------------------------------
 
     def on_output(self, output: TokenOutput) -> None:
         """One session's share of a step. Outputs of requests that are over are dropped."""
@@ -249,7 +258,8 @@ class Session:
         if output.token_id is not None:
             if output.position != ledger.log.num_tokens:
                 fault = InternalError(
-                    f"the engine gave position {output.position}, the log is at {ledger.log.num_tokens}"
+                    f"the engine gave position {output.position}, the log is at"
+                    f" {ledger.log.num_tokens}"
                 )
                 self._abort(request)
                 self._end_turn(FinishReason.ERROR, fault, events)
@@ -347,12 +357,14 @@ class Session:
         except MoorageError as error:
             _log.warning("abort not sent", session_id=self.session_id, code=error.code)
 
-    # -- tool results --------------------------------------------------------------------------------------
+    # -- tool results
+    # --------------------------------------------------------------------------------------
 
     async def submit_results(self, results: Sequence[ResultInput]) -> tuple[int, int]:
         """(accepted, duplicates). All or nothing; durable when it returns.
 
-        Raises CallNotFound, ToolResultConflict (the first result stands), SessionClosed, StoreUnavailable.
+        Raises CallNotFound, ToolResultConflict (the first result stands), SessionClosed,
+        StoreUnavailable.
         """
         ledger = self.ledger
         ledger.check_usable()
@@ -413,13 +425,15 @@ class Session:
         ledger.ends_generated = False
         ledger.commit(events, ledger.calls.consume(), then=self._submit_when_ready)
 
-    # -- cancel, close, disconnect -------------------------------------------------------------------------
+    # -- cancel, close, disconnect
+    # -------------------------------------------------------------------------
 
     async def cancel(self) -> tuple[bool, list[str]]:
-        """(there was a turn, calls answered as cancelled). Durable when it returns; idle is a no-op.
+        """(there was a turn, calls answered as cancelled). Durable when it returns; idle is a
+        no-op.
 
-        A running request ends within one engine step. Raises DeadlineExceeded when the engine does not
-        acknowledge within `cancel_wait_s`: the abort stays under way.
+        A running request ends within one engine step. Raises DeadlineExceeded when the engine does
+        not acknowledge within `cancel_wait_s`: the abort stays under way.
         """
         ledger, limits = self.ledger, self._services.limits
         ledger.check_usable()
@@ -479,8 +493,8 @@ class Session:
         await ledger.durable(events, rows, then=then)
 
     def attach(self, after_seq: int, *, until_turn_end: bool) -> Subscription:
-        """A stream of the events behind `after_seq`; with `until_turn_end` it ends with the open turn, or, where
-        none is open, once everything was sent. A suspended turn goes on with it.
+        """A stream of the events behind `after_seq`; with `until_turn_end` it ends with the open
+        turn, or, where none is open, once everything was sent. A suspended turn goes on with it.
 
         Raises SequenceOutOfRange, StateError at the bound of streams.
         """
@@ -504,7 +518,9 @@ class Session:
         return subscription
 
     def detach(self, subscription: Subscription, *, dropped: bool) -> None:
-        """Forget a stream. `dropped`: the client left before its end; the last one's loss follows the policy."""
+        """Forget a stream. `dropped`: the client left before its end; the last one's loss follows
+        the policy.
+        """
         self.streams.detach(subscription)
         if not dropped or len(self.streams) or not self.in_turn or self.ledger.lost is not None:
             return
@@ -522,7 +538,9 @@ class Session:
                 pass
 
     def suspend(self) -> None:
-        """Stop decoding and park. The turn stays open and goes on with the next stream or the next process."""
+        """Stop decoding and park. The turn stays open and goes on with the next stream or the next
+        process.
+        """
         if self.ledger.state is not SessionState.RUNNING or self._suspended:
             return
         self._suspended = True
@@ -544,7 +562,9 @@ class Session:
             self._submit_when_ready()
 
     def _lose(self, error: MoorageError) -> None:
-        """Memory is ahead of the store: let go of everything; the next caller loads the session again."""
+        """Memory is ahead of the store: let go of everything; the next caller loads the session
+        again.
+        """
         if self._request is not None and not self._services.link.withdraw(self._request.command):
             self._abort(self._request)
         self._request = None

@@ -56,7 +56,8 @@ class SessionConfig:
 def resolve_sampling(
     defaults: Mapping[str, Any], overrides: Mapping[str, Any], drawn_seed: int
 ) -> dict[str, Any]:
-    """A turn's complete sampling: the turn's fields over the session's over the engine's, the seed drawn if unset.
+    """A turn's complete sampling: the turn's fields over the session's over the engine's, the seed
+    drawn if unset.
 
     Plain values, as the log keeps them. Raises InvalidArgument naming field, value and limit.
     """

@@ -1,7 +1,7 @@
 """The session store in SQLite: write-ahead log, one writer, a file lock against a second process.
 
-`durability="process"` (default) syncs at checkpoints only: a commit survives `kill -9` of any process, not a power
-cut. `durability="power"` syncs every commit: about one disk flush a step.
+`durability="process"` (default) syncs at checkpoints only: a commit survives `kill -9` of any
+process, not a power cut. `durability="power"` syncs every commit: about one disk flush a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from moorage.sessions.token_log import LogRow
 SCHEMA_VERSION = 1
 
 BUSY_TIMEOUT_S = 5.0
-"""Seconds a connection waits for another one's lock (a checkpoint) before the store counts as away."""
+"""Seconds a connection waits for another one's lock (a checkpoint) before the store counts as away.
+"""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -57,7 +58,8 @@ CREATE TABLE calls (
 """
 
 _ROW = (
-    "session_id, tenant, name, config, idempotency_key, state, version, turn, turn_first_seq, last_seq,"
+    "session_id, tenant, name, config, idempotency_key, state, version, turn, turn_first_seq,"
+    " last_seq,"
     " num_tokens, parked, generation"
 )
 
@@ -81,7 +83,8 @@ class SqliteStore:
         except OSError as error:
             os.close(self._lock_file)
             raise DataDirectoryLocked(
-                f"another process holds the data directory {data_dir}: stop it, or take another --data-dir"
+                f"another process holds the data directory {data_dir}: stop it, or take another"
+                " --data-dir"
             ) from error
         self._path = data_dir / "sessions.sqlite3"
         self._write_lock = threading.Lock()
@@ -115,7 +118,8 @@ class SqliteStore:
         if "meta" not in tables:
             self._writer.executescript(
                 f"BEGIN IMMEDIATE;{_SCHEMA}"
-                f"INSERT INTO meta VALUES ('schema_version', {SCHEMA_VERSION}), ('fencing_token', 0);COMMIT;"
+                f"INSERT INTO meta VALUES ('schema_version', {SCHEMA_VERSION}), ('fencing_token',"
+                " 0);COMMIT;"
             )
             return
         (version,) = self._writer.execute(
@@ -124,7 +128,8 @@ class SqliteStore:
         if version != SCHEMA_VERSION:
             self._writer.close()
             raise SchemaVersionMismatch(
-                f"{self._path} has schema version {version}, this program reads {SCHEMA_VERSION}: use the"
+                f"{self._path} has schema version {version}, this program reads {SCHEMA_VERSION}:"
+                " use the"
                 " program that wrote it, or another --data-dir"
             )
 
@@ -188,7 +193,8 @@ class SqliteStore:
         )
         hit("store.after_records")
         self._writer.executemany(
-            "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, call_id)"
+            "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session_id,"
+            " call_id)"
             " DO UPDATE SET content = excluded.content, is_error = excluded.is_error,"
             " cancelled = excluded.cancelled, consumed = excluded.consumed",
             [
@@ -213,7 +219,8 @@ class SqliteStore:
 
     def _update(self, row: SessionRow) -> None:
         done = self._writer.execute(
-            "UPDATE sessions SET state = ?, version = ?, fencing_token = ?, turn = ?, turn_first_seq = ?,"
+            "UPDATE sessions SET state = ?, version = ?, fencing_token = ?, turn = ?,"
+            " turn_first_seq = ?,"
             " last_seq = ?, num_tokens = ?, parked = ?, generation = ?"
             " WHERE session_id = ? AND version = ? AND fencing_token <= ?",
             (
@@ -224,7 +231,8 @@ class SqliteStore:
         )  # fmt: skip
         if done.rowcount != 1:
             raise StaleWrite(
-                f"session {row.session_id} is no longer at version {row.version - 1}, or its owner has a"
+                f"session {row.session_id} is no longer at version {row.version - 1}, or its owner"
+                " has a"
                 f" fencing token above {self.fencing_token}",
                 session_id=row.session_id,
             )
@@ -254,7 +262,8 @@ class SqliteStore:
                 calls = tuple(
                     CallRow(c[0], c[1], c[2], c[3], c[4], c[5], bool(c[6]), bool(c[7]), bool(c[8]))
                     for c in reader.execute(
-                        "SELECT call_id, turn, call_index, name, arguments, content, is_error, cancelled,"
+                        "SELECT call_id, turn, call_index, name, arguments, content, is_error,"
+                        " cancelled,"
                         " consumed FROM calls WHERE session_id = ? ORDER BY turn, call_index",
                         (session_id,),
                     )
@@ -269,7 +278,8 @@ class SqliteStore:
         if len(unpack_tokens(packed)) != row.num_tokens:
             raise StoreUnavailable(
                 f"session {session_id}: the row says {row.num_tokens} tokens, its log has"
-                f" {len(unpack_tokens(packed))}: the database file is damaged, restore it from a backup"
+                f" {len(unpack_tokens(packed))}: the database file is damaged, restore it from a"
+                " backup"
             )
         turn_rows = tuple(r for r in rows if r.first_seq >= row.turn_first_seq)
         return StoredSession(row, found[-1], packed, calls, turn_rows)

@@ -53,7 +53,9 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
 
 
 def advance(state: SessionState, event: SessionEvent) -> SessionState:
-    """The state after `event`. Raises IllegalTransition, and nothing has changed, where the table has no entry."""
+    """The state after `event`. Raises IllegalTransition, and nothing has changed, where the table
+    has no entry.
+    """
     try:
         return TRANSITIONS[state, event]
     except KeyError:

@@ -1,9 +1,10 @@
 """The session store: what must survive, and the one transaction in which it does.
 
-A commit carries the writes of every session that one engine step touched. It is all or nothing, and each session's
-write is compare-and-set on the row's version under a fencing token, so that an owner that was taken over can never
-write again. The manifest of a parked context travels in the same transaction as the row that says "parked".
-The tiers never commit anything; losing all of them costs time, losing this costs the sessions.
+A commit carries the writes of every session that one engine step touched. It is all or nothing, and
+each session's write is compare-and-set on the row's version under a fencing token, so that an owner
+that was taken over can never write again. The manifest of a parked context travels in the same
+transaction as the row that says "parked". The tiers never commit anything; losing all of them costs
+time, losing this costs the sessions.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class CallRow:
-    """A tool call that the session announced. Kept for the session's life, so a late duplicate is recognised."""
+    """A tool call that the session announced. Kept for the session's life, so a late duplicate is
+    recognised.
+    """
 
     call_id: str
     turn: int
@@ -93,8 +96,8 @@ class StoredSession:
 class SessionStore(Protocol):
     """Synchronous and thread-safe: commits come from one writer thread, reads from any.
 
-    Every method may raise StoreUnavailable (nothing was changed, or, for a failed commit, either all or nothing:
-    read again before going on).
+    Every method may raise StoreUnavailable (nothing was changed, or, for a failed commit, either
+    all or nothing: read again before going on).
     """
 
     @property
@@ -103,7 +106,9 @@ class SessionStore(Protocol):
         ...
 
     def commit(self, writes: Sequence[SessionWrite]) -> None:
-        """All of it in one transaction. Raises StaleWrite, naming the session, when a compare fails."""
+        """All of it in one transaction. Raises StaleWrite, naming the session, when a compare
+        fails.
+        """
         ...
 
     def load(self, session_id: str) -> StoredSession | None:
@@ -119,7 +124,9 @@ class SessionStore(Protocol):
         ...
 
     def turn_start(self, session_id: str, seq: int) -> int:
-        """First sequence number of the turn that holds `seq` (of the last turn, where seq is beyond)."""
+        """First sequence number of the turn that holds `seq` (of the last turn, where seq is
+        beyond).
+        """
         ...
 
     def sessions_in(self, state: SessionState) -> list[str]:

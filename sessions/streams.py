@@ -41,7 +41,8 @@ class Streams:
         limit = self._services.limits.max_streams_per_session
         if len(self._attached) >= limit:
             raise StateError(
-                f"session {self._ledger.session_id} has {limit} streams, which is the limit: drop one"
+                f"session {self._ledger.session_id} has {limit} streams, which is the limit: drop"
+                " one"
             )
         subscription = Subscription(
             after_seq=after_seq,

@@ -1,4 +1,5 @@
-"""One attached stream: a bounded buffer between a session that must not wait and a reader that may be slow.
+"""One attached stream: a bounded buffer between a session that must not wait and a reader that may
+be slow.
 
     live ──offer──▶ [ buffer, bounded ] ──events()──▶ reader
                          │ full: merge consecutive deltas
@@ -38,7 +39,9 @@ class Subscription:
         end_turn: int | None,
         end_seq: int | None,
     ) -> None:
-        """`head`: last published seq. The stream ends after the terminal event of `end_turn`, or at `end_seq`."""
+        """`head`: last published seq. The stream ends after the terminal event of `end_turn`, or at
+        `end_seq`.
+        """
         self._next_seq = after_seq + 1
         self._head = head
         self._replay = replay
@@ -74,7 +77,9 @@ class Subscription:
         self._wake.set()
 
     async def events(self) -> AsyncIterator[pb.Event]:
-        """The stream. Raises the error that ended it. Cancel-safe; wait bounded by the caller's deadline."""
+        """The stream. Raises the error that ended it. Cancel-safe; wait bounded by the caller's
+        deadline.
+        """
         while not self._finished():
             if self._from_log:
                 events, reached = await self._read_log()

@@ -1,20 +1,21 @@
 """Chat templates: messages → pieces of text, sandboxed and incremental.
 
-A template is the model's own Jinja2 file, by Hugging Face's conventions. Two things differ from rendering a whole
-history each turn:
+A template is the model's own Jinja2 file, by Hugging Face's conventions. Two things differ from
+rendering a whole history each turn:
 
-*Incremental.* A session's log is never rendered again. `opening` is what stands before the first message;
-`extension` is exactly what the template writes between the end of a generated assistant turn and the next
-generation prompt. It is found by rendering a conversation around a marked assistant turn and taking what comes
-behind the mark; a template that writes something else *before* the mark because of what follows (it is not
-prefix-stable) is refused, for such a log could not be extended without computing it again.
+*Incremental.* A session's log is never rendered again. `opening` is what stands before the first
+message; `extension` is exactly what the template writes between the end of a generated assistant
+turn and the next generation prompt. It is found by rendering a conversation around a marked
+assistant turn and taking what comes behind the mark; a template that writes something else *before*
+the mark because of what follows (it is not prefix-stable) is refused, for such a log could not be
+extended without computing it again.
 
-*Unforgeable.* Content never enters the template: a mark does, and the content is put back afterwards as a piece of
-its own, which is encoded without special tokens. Whatever a user or a tool writes, `<|im_end|>` in it stays text.
-JSON that the template writes (`tojson`, tool schemas above all) stays part of the template's text, as models were
-trained on it; a special token inside it gets its first character as a JSON escape: the same value, no token.
-The template sees no clock and no randomness, so equal input
-gives equal text (cases J9, J10).
+*Unforgeable.* Content never enters the template: a mark does, and the content is put back
+afterwards as a piece of its own, which is encoded without special tokens. Whatever a user or a tool
+writes, `<|im_end|>` in it stays text. JSON that the template writes (`tojson`, tool schemas above
+all) stays part of the template's text, as models were trained on it; a special token inside it gets
+its first character as a JSON escape: the same value, no token. The template sees no clock and no
+randomness, so equal input gives equal text (cases J9, J10).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from moorage.sessions.errors import InvalidArgument, TemplateError
 ROLES = ("system", "user", "assistant", "tool")
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-"""Private-use characters around a mark's number. Content never passes through the template, so it cannot hold one."""
+"""Private-use characters around a mark's number. Content never passes through the template, so it
+cannot hold one.
+"""
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -71,7 +74,8 @@ class ChatMessage:
             )
         if self.tool_calls and self.role != "assistant":
             raise InvalidArgument(
-                f"{path} has tool calls and role {self.role!r}: only an assistant message can have them",
+                f"{path} has tool calls and role {self.role!r}: only an assistant message can have"
+                " them",
                 field=f"{path}.tool_calls",
             )
         for i, call in enumerate(self.tool_calls):
@@ -88,7 +92,9 @@ class ChatMessage:
 
 
 class _Arguments(str):
-    """A call's arguments for templates that take them as a string, as a mapping or through `tojson` (case J7)."""
+    """A call's arguments for templates that take them as a string, as a mapping or through `tojson`
+    (case J7).
+    """
 
     __slots__ = ("values_by_name",)
     values_by_name: dict[str, Any]
@@ -157,8 +163,8 @@ class ChatTemplate:
     def opening(self, system: str, tools: Sequence[Mapping[str, Any]]) -> list[Piece]:
         """What stands before the first user message: system prompt and tools.
 
-        `tools` are `{"type": "function", "function": {…}}` mappings, sorted here by name: the same set gives the
-        same bytes whatever order it came in. Empty where the template writes nothing.
+        `tools` are `{"type": "function", "function": {…}}` mappings, sorted here by name: the same
+        set gives the same bytes whatever order it came in. Empty where the template writes nothing.
         """
         contents = _Contents(self._special_tokens)
         head: list[dict[str, Any]] = []
@@ -168,19 +174,23 @@ class ChatTemplate:
         user = {"role": "user", "content": contents.mark("u")}
         with_user = self._render_around(contents, [*head, user], ordered, generation_prompt=False)
         user_alone = self._render_around(contents, [user], (), generation_prompt=False)
-        # The user turn as the template writes it after nothing is the suffix to take off; a template that writes a
+        # The user turn as the template writes it after nothing is the suffix to take off; a
+        # template that writes a
         # default system prompt does so in both, and it stands before the user turn in both.
         header = self._user_header(user_alone, str(user["content"]))
         at = with_user.rfind(header + str(user["content"]))
         if at < 0:
             raise TemplateError(
-                "the chat template writes the first user message differently after a system prompt or tools:"
+                "the chat template writes the first user message differently after a system prompt"
+                " or tools:"
                 " its opening cannot be told apart"
             )
         return _pieces(with_user[:at], contents)
 
     def _user_header(self, user_alone: str, mark: str) -> str:
-        """What the template writes right before a user's content: the longest common end of two renderings."""
+        """What the template writes right before a user's content: the longest common end of two
+        renderings.
+        """
         contents = _Contents(self._special_tokens)
         users = [contents.mark("u"), contents.mark("v")]
         twice = self._render_around(
@@ -208,12 +218,14 @@ class ChatTemplate:
         continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Piece]:
-        """What the template writes for `messages`, from the end of the assistant's last text to the next prompt.
+        """What the template writes for `messages`, from the end of the assistant's last text to the
+        next prompt.
 
-        It begins with the template's own end of an assistant turn (the caller leaves that out where the model wrote
-        it). With `after_opening` it begins behind `opening` instead. `continue_final`: the last message is an
-        assistant's unfinished text; no generation prompt and no end of turn is written (case J11).
-        Raises InvalidArgument for malformed messages, TemplateError where the template refuses them.
+        It begins with the template's own end of an assistant turn (the caller leaves that out where
+        the model wrote it). With `after_opening` it begins behind `opening` instead.
+        `continue_final`: the last message is an assistant's unfinished text; no generation prompt
+        and no end of turn is written (case J11). Raises InvalidArgument for malformed messages,
+        TemplateError where the template refuses them.
         """
         for i, message in enumerate(messages):
             message.validate(f"messages[{i}]")
@@ -245,14 +257,16 @@ class ChatTemplate:
             return self._behind_opening(text, contents)
         if anchor not in text:
             raise TemplateError(
-                "the chat template drops an earlier assistant turn when messages follow it: it is not"
+                "the chat template drops an earlier assistant turn when messages follow it: it is"
+                " not"
                 " prefix-stable, and a session's log cannot be extended with it"
             )
         base = self._render_around(contents, head, tools, generation_prompt=False)
         at = text.index(anchor)
         if anchor not in base or base[: base.index(anchor)] != text[:at]:
             raise TemplateError(
-                "the chat template changes what stands before an assistant turn when messages follow it: it is"
+                "the chat template changes what stands before an assistant turn when messages"
+                " follow it: it is"
                 " not prefix-stable, and a session's log cannot be extended with it"
             )
         return _pieces(text[at + len(anchor) :], contents)
@@ -262,7 +276,8 @@ class ChatTemplate:
         default = "".join(piece.text for piece in self.opening("", ()))
         if not text.startswith(default):
             raise TemplateError(
-                "the chat template begins the first message differently from its own opening: it is not"
+                "the chat template begins the first message differently from its own opening: it"
+                " is not"
                 " prefix-stable"
             )
         return _pieces(text[len(default) :], contents)
@@ -291,7 +306,8 @@ class ChatTemplate:
                 size += len(chunk)
                 if size > self._max_chars:
                     raise TemplateError(
-                        f"the chat template wrote more than {self._max_chars} characters, which is the limit"
+                        f"the chat template wrote more than {self._max_chars} characters, which is"
+                        " the limit"
                     )
                 chunks.append(chunk)
         except TemplateError:

@@ -1,11 +1,12 @@
 """The token log: a session's truth, as records with one sequence number each.
 
-A record is a token or a structural event. What a client sees is derived from records alone (`event_projector.py`),
-so a replay equals the live stream by construction. Text is never stored: it is decoded from the ids again.
+A record is a token or a structural event. What a client sees is derived from records alone
+(`event_projector.py`), so a replay equals the live stream by construction. Text is never stored: it
+is decoded from the ids again.
 
-Stored form: one row per structural record; the tokens of a stretch share rows of up to `TOKENS_PER_ROW` packed
-ids. The last row of tokens is written again with every step that adds to it: at most 512 bytes, and a reader
-never sees half a row.
+Stored form: one row per structural record; the tokens of a stretch share rows of up to
+`TOKENS_PER_ROW` packed ids. The last row of tokens is written again with every step that adds to
+it: at most 512 bytes, and a reader never sees half a row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from moorage.engine import pack_tokens, unpack_tokens
 from moorage.sessions.errors import InternalError
 
 TOKENS_PER_ROW = 128
-"""Bound of a token row: rewriting it costs half a page of SQLite at most; a 4K context is 32 rows."""
+"""Bound of a token row: rewriting it costs half a page of SQLite at most; a 4K context is 32 rows.
+"""
 
 TOKEN_BYTES = 4
 
@@ -225,10 +227,11 @@ def from_row(row: LogRow) -> list[Record]:
 
 
 class TokenLog:
-    """The log in memory: all packed ids, the next sequence number, and the rows not yet handed to the store.
+    """The log in memory: all packed ids, the next sequence number, and the rows not yet handed to
+    the store.
 
-    Touched by the event loop alone. `take_rows` gives the rows that the next commit must write; the last token row
-    stays open and is given again when it has grown.
+    Touched by the event loop alone. `take_rows` gives the rows that the next commit must write; the
+    last token row stays open and is given again when it has grown.
     """
 
     def __init__(self, packed_ids: bytes = b"", next_seq: int = 1) -> None:

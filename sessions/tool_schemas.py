@@ -1,4 +1,6 @@
-"""Tool schemas as the client sends them → the canonical form that the template renders and the store keeps."""
+"""Tool schemas as the client sends them → the canonical form that the template renders and the
+store keeps.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from moorage.tools_bridge.errors import ToolSchemaError
 def canonical_tools(tools: Iterable[pb.ToolSchema], limit: int) -> tuple[dict[str, Any], ...]:
     """Checked schemas in a form that depends on their meaning alone (case J10).
 
-    Keys have a fixed order. Properties come with the required ones first, in the order of `required`, then the
-    optional ones by name: JSON objects have no order, so whoever built the schema must not decide our tokens. Lists
-    (enum, required, oneOf) have a meaning and keep theirs. Raises InvalidArgument with the field's path.
+    Keys have a fixed order. Properties come with the required ones first, in the order of
+    `required`, then the optional ones by name: JSON objects have no order, so whoever built the
+    schema must not decide our tokens. Lists (enum, required, oneOf) have a meaning and keep theirs.
+    Raises InvalidArgument with the field's path.
     """
     values: list[object] = []
     for i, tool in enumerate(tools):

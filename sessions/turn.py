@@ -25,7 +25,9 @@ class Stretch:
     start: int
     """Log length at which it began: the engine's `num_prompt`."""
     input_position: int
-    """Log length before its input: what stands below had its KV computed once (but for the last token)."""
+    """Log length before its input: what stands below had its KV computed once (but for the last
+    token).
+    """
     num_generated: int = 0
     began_s: float = field(default_factory=time.monotonic)
     first_token_s: float = 0.0
@@ -70,7 +72,9 @@ class Turn:
 
     @property
     def tokens_left(self) -> int:
-        """Of max_tokens, for the stretch that begins; 0 means the rest of the window; negative: none left."""
+        """Of max_tokens, for the stretch that begins; 0 means the rest of the window; negative:
+        none left.
+        """
         limit = int(self.sampling.get("max_tokens", 0))
         if limit == 0:
             return 0
@@ -102,7 +106,9 @@ class Turn:
 
     @classmethod
     def from_records(cls, records: Iterable[Record]) -> Turn | None:
-        """The turn as its records tell it; timings from before a crash are gone. None without a turn start."""
+        """The turn as its records tell it; timings from before a crash are gone. None without a
+        turn start.
+        """
         turn: Turn | None = None
         for record in records:
             match record:

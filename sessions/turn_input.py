@@ -47,8 +47,8 @@ class InputEncoder:
     async def turn(self, turn_input: TurnInput, unsent: Sequence[CallRow]) -> list[int]:
         """Ids to append for a turn: results that are still to be told, then the input.
 
-        Raw ids are kept as they are: whoever sends them writes the tool results of a cancelled turn himself.
-        Raises InvalidArgument, TemplateError. Cancel-safe.
+        Raw ids are kept as they are: whoever sends them writes the tool results of a cancelled turn
+        himself. Raises InvalidArgument, TemplateError. Cancel-safe.
         """
         empty = self._ledger.log.num_tokens == 0
         pieces: list[Piece] = []
@@ -122,7 +122,9 @@ def check_fits(num_held: int, num_new: int, limit: int) -> None:
     """Raises ContextTooLong unless one token of the window stays free for the answer."""
     if num_held + num_new >= limit:
         raise ContextTooLong(
-            f"the session holds {num_held} tokens and the input has {num_new}: together {num_held + num_new},"
-            f" and the window is {limit}, one of which must be free for the answer; shorten the input or begin"
+            f"the session holds {num_held} tokens and the input has {num_new}: together"
+            f" {num_held + num_new},"
+            f" and the window is {limit}, one of which must be free for the answer; shorten the"
+            " input or begin"
             " another session"
         )

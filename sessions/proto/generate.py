@@ -1,7 +1,8 @@
 """Regenerate the protobuf code of this folder from `moorage/v1/sessions.proto`.
 
-protoc writes imports that follow the proto's own path (`from moorage.v1 import …`), which is not where the code
-lives; the one line is rewritten. Usage: `python sessions/proto/generate.py [output folder]`.
+protoc writes imports that follow the proto's own path (`from moorage.v1 import …`), which is not
+where the code lives; the one line is rewritten. Usage: `python sessions/proto/generate.py [output
+folder]`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ GENERATED = ("sessions_pb2.py", "sessions_pb2.pyi", "sessions_pb2_grpc.py")
 
 
 def generate(output: Path) -> None:
-    """Write the three generated files into `output`. Raises RuntimeError when protoc refuses the proto."""
+    """Write the three generated files into `output`. Raises RuntimeError when protoc refuses the
+    proto.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         status = protoc.main(
             [
