@@ -1,4 +1,4 @@
-"""The attention layer: project, normalise heads, rotate and store keys, attend over the block table."""
+"""The attention layer: project, normalise heads, rotate and store keys, attend over blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class AttentionBatch:
     block_tables: torch.Tensor
     """int64 [S, max_blocks], padded with 0."""
     block_deltas: torch.Tensor | None
-    """int64 [S, max_blocks], visible position − log position per block; None where all are 0."""
+    """int64 [S, max_blocks], visible − log position per block; None where all are 0."""
     context_lens: torch.Tensor
     """int64 [S], visible tokens with this step's rows."""
     cu_seqlens: torch.Tensor
     """int64 [S + 1], rows of sequence i are [cu[i], cu[i + 1])."""
     slot_mapping: torch.Tensor
-    """int64 [M], the pool slot of each row."""
+    """int64 [M], the pool slot of each row: block · block size + offset."""
 
 
 def inverse_frequencies(spec: AttentionSpec) -> torch.Tensor:
@@ -37,20 +37,24 @@ def attend(
     positions: torch.Tensor,
     batch: AttentionBatch,
     layer_kv: torch.Tensor,
-    spec: AttentionSpec,
     weights: dict[str, torch.Tensor],
+    *,
+    spec: AttentionSpec,
     eps: float,
     inv_freq: torch.Tensor,
 ) -> torch.Tensor:
-    """hidden [M, K] (normed) → [M, K]. Keys are stored rotated at their log position and never rewritten."""
+    """hidden [M, K] (normed), log positions int64 [M] → [M, K]; writes the rows' KV to `layer_kv`.
+
+    layer_kv [num_blocks, 2, G, B, D] in hidden's dtype. Keys are stored rotated at their log
+    position and never rewritten; the query is rotated inside the op, once per distinct delta.
+    """
     rows = hidden.shape[0]
     qkv = ops.linear(hidden, weights["qkv"])
     query_width = spec.num_heads * spec.head_dim
-    key_width = spec.num_kv_heads * spec.head_dim
-    query, key, value = qkv.split((query_width, key_width, key_width), dim=-1)
-    query = query.reshape(rows, spec.num_heads, spec.head_dim)
-    key = key.reshape(rows, spec.num_kv_heads, spec.head_dim)
-    value = value.reshape(rows, spec.num_kv_heads, spec.head_dim)
+    value_at = query_width + spec.num_kv_heads * spec.head_dim
+    query = qkv[:, :query_width].reshape(rows, spec.num_heads, spec.head_dim)
+    key = qkv[:, query_width:value_at].reshape(rows, spec.num_kv_heads, spec.head_dim)
+    value = qkv[:, value_at:].reshape(rows, spec.num_kv_heads, spec.head_dim)
     if spec.qk_norm:
         query = ops.rms_norm(query, weights["query_norm"], eps)
         key = ops.rms_norm(key, weights["key_norm"], eps)

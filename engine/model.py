@@ -1,4 +1,4 @@
-"""The generic decoder: embeddings, layers, output head. All math goes through `kernels/ops.py`."""
+"""The generic decoder: embedding, layers, output head. All math goes through `kernels/ops.py`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from moorage.kernels import ops
 
 
 class Decoder:
-    """A decoder-only model over a paged KV pool. Stateless between calls: KV lives in the pool."""
+    """A decoder-only model over a paged KV pool. Stateless between calls: KV lives in the pool.
+
+    Row results depend on a row's own sequence alone: in deterministic mode (CPU) they are bit-equal
+    whatever else is in the batch and however the prefill was cut, because every op's are.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        """Takes the tensors as they are; only routers are copied, to fp32."""
         self.config = config
         parameters = weights.parameters
         self._embedding = parameters["embedding"]
         self._head = parameters["embedding" if config.tied_embeddings else "head"]
         self._final_norm = parameters["final_norm"]
         self._inv_freq = inverse_frequencies(config.attention)
-        self._layers = [
-            {
-                name.removeprefix(f"layers.{index}."): tensor
-                for name, tensor in parameters.items()
-                if name.startswith(f"layers.{index}.")
-            }
-            for index in range(len(config.layers))
-        ]
-        for layer in self._layers:
-            layer["router"] = layer["router"].float()  # routing is fp32 from logits to weights
+        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in config.layers]
+        for name, tensor in parameters.items():
+            if name.startswith("layers."):
+                _, index, ours = name.split(".")
+                # Routing is fp32 from logits to weights; cast once and not per step.
+                self._layers[int(index)][ours] = tensor.float() if ours == "router" else tensor
 
     def forward(
         self,
@@ -40,9 +41,11 @@ class Decoder:
         batch: AttentionBatch,
         pool: torch.Tensor,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [M] → hidden [M, K]; writes the rows' KV to `pool` (all layers).
+        """token_ids, positions int64 [M] → hidden [M, K] before the final norm.
 
-        pool [num_blocks, num_layers, 2, G, B, D]. Positions are log positions.
+        Writes the rows' KV of all layers to pool [num_blocks, num_layers, 2, G, B, D], whose dtype
+        is the weights'. Positions are log positions. Raises IndexError for an id outside the
+        vocabulary, before any KV is written.
         """
         eps = self.config.norm_eps
         hidden = functional.embedding(token_ids, self._embedding)
@@ -53,16 +56,20 @@ class Decoder:
                 positions,
                 batch,
                 pool[:, index],
-                spec.attention,
                 weights,
-                eps,
-                self._inv_freq,
+                spec=spec.attention,
+                eps=eps,
+                inv_freq=self._inv_freq,
             )
             normed = ops.rms_norm(hidden, weights["feed_forward_norm"], eps)
             hidden = hidden + feed_forward(normed, spec.feed_forward, weights)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, K] → fp32 [rows, V]; called with the rows that sample, no others."""
+        """hidden [rows, K] → fp32 [rows, V]; for the rows that sample and no others.
+
+        The head is the widest matrix of a small model: over a whole prefill it would cost more than
+        a layer.
+        """
         normed = ops.rms_norm(hidden, self._final_norm, self.config.norm_eps)
         return ops.linear(normed, self._head).float()

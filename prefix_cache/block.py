@@ -147,8 +147,9 @@ class BlockTable:
     `discard`.
 
         block_ids    [ 7  3  9  4 | 11  2 ]
-                       committed  | private
-                       in the tree, locked by this table | in use, no one else sees them
+                      committed      private
+                      in the tree,   in use,
+                      locked by us   seen by no one else
 
     Readers may look at every field; only the cache writes them. Identity is its equality.
     """

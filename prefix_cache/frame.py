@@ -1,8 +1,8 @@
 """Frames: the unit in which KV leaves the device, self-describing and checksummed.
 
-    log       |bbbb|bbbb|bbbb|bbbb|bbbb|bbbb|bb··|        b = block, run_blocks = 4, last block
-    partial frames    [ run, shared     ][ private frame   ]
-                key: hash of b3    key: session / generation / index
+    log       |bbbb|bbbb|bbbb|bbbb|bbbb|bbbb|bb··|     b = slot with KV, · = slot without a token
+    frames    [ run, shared      ][ private      ]     4 blocks a run
+                key: last hash      key: session / generation / index
 
 A run frame covers an aligned run of `run_blocks` full blocks counted from the lineage root and is
 named by the hash of its last block, so that a shared prefix is stored once whoever parks it. What
@@ -36,88 +36,40 @@ import xxhash
 from moorage.prefix_cache.block import HASH_BYTES, BlockHash, Bytes, Namespace
 from moorage.prefix_cache.errors import FrameMismatch, InvalidInput
 from moorage.prefix_cache.errors import MismatchReason as Reason
+from moorage.prefix_cache.geometry import (
+    ITEM_BYTES,
+    MAX_FRAME_BYTES,
+    RAW,
+    Geometry,
+    Range,
+    run_blocks_for,
+)
+
+__all__ = [
+    "ITEM_BYTES",
+    "MAX_FRAME_BYTES",
+    "RAW",
+    "Frame",
+    "FrameExpectation",
+    "FrameHeader",
+    "FrameKey",
+    "Geometry",
+    "decode_frame",
+    "encode_frame",
+    "frame_header",
+    "private_key",
+    "run_blocks_for",
+    "run_key",
+]
 
 MAGIC = b"MRGF"
 VERSION = 1
-RAW = "raw"
-"""The codec that stores the device's bytes as they are."""
-MAX_FRAME_BYTES = 4 << 20
-"""Largest frame, header included: values of 1 to 4 MiB were the optimum of a loopback Redis."""
-HEADER_ROOM_BYTES = 4 << 10
-"""What a header may take of that; names in a namespace are the only part without a fixed length."""
-MAX_RUN_BLOCKS = 16
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
-"""dtype name -> bytes of one element."""
-
 _PRIVATE = re.compile(rb"([A-Za-z0-9_-]{1,128})/([0-9]{1,20})/([0-9]{1,10})")
 _LEAD = struct.Struct("<4sHIQ")
 _CHECKSUM_BYTES = 16
 _HEADER_AT = _LEAD.size + _CHECKSUM_BYTES
 
-Range: TypeAlias = tuple[int, int]
 FrameKind: TypeAlias = Literal["run", "private"]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Shape of one group's KV blocks, and how many of them a shared frame covers."""
-
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    """Tokens per block."""
-    head_dim: int
-    dtype: str
-    """A key of ITEM_BYTES: "bfloat16", "float32", …"""
-    run_blocks: int
-    """Blocks of a run frame; see `run_blocks_for`."""
-    codec: str = RAW
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise InvalidInput(f"dtype is {self.dtype!r}, allowed are {', '.join(ITEM_BYTES)}")
-        if self.codec != RAW:
-            raise InvalidInput(f"codec is {self.codec!r}, only {RAW!r} is served for now")
-        sizes = (
-            self.num_layers,
-            self.num_kv_heads,
-            self.block_size,
-            self.head_dim,
-            self.run_blocks,
-        )
-        if min(sizes) < 1:
-            raise InvalidInput(f"every size of {self} must be 1 or more")
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: [num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.token_head_bytes
-
-    @property
-    def token_head_bytes(self) -> int:
-        """Bytes of one token in one head of one layer's key (or value)."""
-        return self.head_dim * ITEM_BYTES[self.dtype]
-
-    @property
-    def layers(self) -> Range:
-        """All layers, half-open."""
-        return (0, self.num_layers)
-
-    @property
-    def heads(self) -> Range:
-        """All KV heads, half-open."""
-        return (0, self.num_kv_heads)
-
-
-def run_blocks_for(block_bytes: int) -> int:
-    """The largest power of two up to 16 whose frame, header included, fits MAX_FRAME_BYTES; at
-    least 1.
-    """
-    run = MAX_RUN_BLOCKS
-    while run > 1 and run * block_bytes + HEADER_ROOM_BYTES > MAX_FRAME_BYTES:
-        run //= 2
-    return run
 
 
 @dataclass(frozen=True)

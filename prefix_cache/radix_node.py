@@ -50,8 +50,7 @@ class Node:
         tokens   |t t t t|t t t t|t t t t|     whole blocks, packed
         hashes   |   h   |   h   |   h   |
         payload  |   7   |   3   |   9   |     device block ids
-                 └─ protected ──┘└ evictable   a lock may end inside: no split is needed to protect
-                 a part
+                 └─ protected ──┘└ evictable   a lock may end inside: protecting needs no split
 
     `uses` is a stack of (end, clock): blocks below `end` were used at `clock`; ends fall and clocks
     rise, so the tail `[uses[1].end, uses[0].end)` was last used at `uses[0].clock`. A partial match

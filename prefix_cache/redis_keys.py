@@ -1,8 +1,8 @@
-"""Names of keys in Redis, in one place: what shares a slot of a cluster, and what no session id can
-reach.
+"""Names of keys in Redis: what shares a slot of a cluster, and what no session id can reach.
 
-    shared     moorage:{r:<last hash>}:<dtype>:<codec>                    hash, one field per layer
-    and head range private    moorage:{s:<namespace digest>:<session>}:frame:<generation>:<index>
+    shared     moorage:{r:<last hash>}:<dtype>:<codec>
+               a hash; one field per layer range and head range, `L0-6:H0-2`
+    private    moorage:{s:<namespace digest>:<session>}:frame:<generation>:<index>
                moorage:{s:<namespace digest>:<session>}:<row │ log │ manifest │ lease>
 
 The part in braces alone decides the slot: everything private to a session shares one, so that it

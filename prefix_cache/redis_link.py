@@ -121,6 +121,8 @@ class RedisLink:
             raise self._mapped(error) from error
         try:
             return self._talk(connection, commands, deadline)
+        except StoreError:
+            raise  # every reply was read: the connection is in step
         except RedisError as error:
             connection.disconnect()  # type: ignore[no-untyped-call]
             raise self._mapped(error) from error

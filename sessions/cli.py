@@ -51,7 +51,7 @@ def default_model_dir() -> Path:
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0917  (typer takes options as parameters)
     model: Annotated[
         Path | None,
         typer.Option(help="Folder with config.json, *.safetensors, tokenizer.json."),

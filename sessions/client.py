@@ -156,7 +156,7 @@ class Client:
                 ("grpc.max_reconnect_backoff_ms", 1_000),
             ],
         )
-        self._stub = sessions_pb2_grpc.SessionsStub(self._channel)
+        self._stub = sessions_pb2_grpc.SessionsStub(self._channel)  # type: ignore[no-untyped-call]
         return self
 
     async def __aexit__(
@@ -377,7 +377,9 @@ class ClientSession:
         until_turn_end: bool = True,
         timeout_s: float = TURN_TIMEOUT_S,
     ) -> AsyncGenerator[Event, None]:
-        """Events behind `after_seq` (the last one seen here, if None). No reconnection of its own."""
+        """Events behind `after_seq` (the last one seen here, if None). No reconnection
+        of its own.
+        """
         request = pb.AttachRequest(
             session_id=self.session_id,
             after_seq=self.last_seq if after_seq is None else after_seq,
@@ -428,7 +430,9 @@ class ClientSession:
     async def submit_tool_results(
         self, results: Mapping[str, str], *, timeout_s: float = CALL_TIMEOUT_S
     ) -> tuple[str, ...]:
-        """Hand in results (call id -> content); the ids that still wait. Repeated on UNAVAILABLE."""
+        """Hand in results (call id -> content); the ids that still wait. Repeated on
+        UNAVAILABLE.
+        """
         request = pb.SubmitToolResultsRequest(
             session_id=self.session_id,
             results=[pb.ToolResult(call_id=k, content=v) for k, v in results.items()],
@@ -440,17 +444,24 @@ class ClientSession:
         self, tier: str = "auto", *, timeout_s: float = CALL_TIMEOUT_S
     ) -> pb.ParkResponse:
         """Move KV off the device now."""
-        return await self._unary(
+        response: pb.ParkResponse = await self._unary(
             "Park", pb.ParkRequest(session_id=self.session_id, tier=tier), timeout_s
         )
+        return response
 
     async def resume(self, *, timeout_s: float = CALL_TIMEOUT_S) -> pb.ResumeResponse:
         """Bring KV back ahead of the next turn."""
-        return await self._unary("Resume", pb.ResumeRequest(session_id=self.session_id), timeout_s)
+        response: pb.ResumeResponse = await self._unary(
+            "Resume", pb.ResumeRequest(session_id=self.session_id), timeout_s
+        )
+        return response
 
     async def cancel(self, *, timeout_s: float = CALL_TIMEOUT_S) -> pb.CancelResponse:
         """End the running turn; a no-op where none runs."""
-        return await self._unary("Cancel", pb.CancelRequest(session_id=self.session_id), timeout_s)
+        response: pb.CancelResponse = await self._unary(
+            "Cancel", pb.CancelRequest(session_id=self.session_id), timeout_s
+        )
+        return response
 
     async def close(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """End the session for good."""
@@ -506,7 +517,9 @@ class Backoff:
 
 @asynccontextmanager
 async def _group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error is raised as itself: callers catch typed errors, not groups."""
+    """A task group whose first error is raised as itself: callers catch typed errors,
+    not groups.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             yield group

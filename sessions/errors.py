@@ -8,7 +8,7 @@ the client raises the same class again. No torch and no engine here: the client 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 
@@ -22,7 +22,9 @@ MAX_ERROR_MESSAGE_LEN = 1000
 
 
 class MoorageError(Exception):
-    """Root of the tree. `code` is stable and machine-readable; `field` is a path into the request."""
+    """Root of the tree. `code` is stable and machine-readable; `field` is a path into
+    the request.
+    """
 
     code: ClassVar[str] = "internal"
 
@@ -295,15 +297,13 @@ def from_detail(detail: pb.ErrorDetail) -> MoorageError:
 
 def from_rpc_error(error: grpc.RpcError) -> MoorageError:
     """The typed exception behind a failed call: from our metadata, or else from the bare status."""
-    trailing = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    known: Any = error  # grpc and grpc.aio errors share these methods, not a typed base
+    trailing = known.trailing_metadata() if hasattr(known, "trailing_metadata") else None
     for key, value in trailing or ():
         if key == ERROR_METADATA_KEY:
-            detail = pb.ErrorDetail.FromString(
-                value if isinstance(value, bytes) else value.encode()
-            )
-            return from_detail(detail)
-    status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    text = (error.details() if hasattr(error, "details") else "") or status.name
+            return from_detail(pb.ErrorDetail.FromString(bytes(value)))
+    status: grpc.StatusCode = known.code() if hasattr(known, "code") else grpc.StatusCode.UNKNOWN
+    text = str(known.details() if hasattr(known, "details") else "") or status.name
     match status:
         case grpc.StatusCode.UNAVAILABLE:
             return UnavailableError(f"the server cannot be reached: {text}")

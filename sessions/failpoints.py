@@ -45,7 +45,9 @@ def hit(name: str) -> None:
 
 
 def arm(name: str, action: Callable[[], None]) -> None:
-    """Call `action` at every hit of `name`, until `disarm`. Raises ValueError for an unknown name."""
+    """Call `action` at every hit of `name`, until `disarm`. Raises ValueError for an
+    unknown name.
+    """
     if name not in FAILPOINT_NAMES:
         raise ValueError(f"failpoint {name!r} does not exist; there are {sorted(FAILPOINT_NAMES)}")
     _armed[name] = action

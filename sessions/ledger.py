@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import structlog
 
+from moorage.engine import Namespace
 from moorage.sessions.errors import DeadlineExceeded, MoorageError, SessionClosed, StoreUnavailable
 from moorage.sessions.event_projector import EventProjector
 from moorage.sessions.open_calls import OpenCalls
@@ -56,6 +57,11 @@ class Ledger:
     def session_id(self) -> str:
         """The session's id."""
         return self.row.session_id
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose it is."""
+        return Namespace(self.row.tenant, self.row.name)
 
     @property
     def state(self) -> SessionState:
@@ -134,7 +140,9 @@ class Ledger:
         *,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """`commit` and wait. Cancelled or timed out (DeadlineExceeded), the change still happens."""
+        """`commit` and wait. Cancelled or timed out (DeadlineExceeded), the change
+        still happens.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.commit(events, calls, then=then, future=future)
         seconds = self._services.limits.commit_wait_s

@@ -195,7 +195,7 @@ class SessionManager:
                 self._loading[session_id] = task
                 task.add_done_callback(lambda _: self._loading.pop(session_id, None))
             session = await asyncio.shield(task)
-        if session.namespace != namespace:
+        if session.ledger.namespace != namespace:
             raise SessionNotFound(f"session {session_id} does not exist", field="session_id")
         return session
 
@@ -240,11 +240,13 @@ class SessionManager:
     # ---------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
-        """One step: every session's share, then one wake-up of the committer (it gathers them all)."""
+        """One step: every session's share, then one wake-up of the committer (it
+        gathers them all).
+        """
         for token in output.tokens:
             session = self._sessions.get(token.session_id)
             if session is not None:
-                session.on_output(token)
+                session.loop.on_output(token)
         for event in output.events:
             match event:
                 case Inspection():
@@ -302,7 +304,7 @@ class SessionManager:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         for session in self._in_state(SessionState.RUNNING):
-            session.suspend()
+            session.loop.suspend()
         for session in tuple(self._sessions.values()):
             self._let_go(session)
         while any(s.parking.busy for s in self._sessions.values()) and loop.time() < end:

@@ -103,7 +103,9 @@ class OpenCalls:
         )
 
     def replace_unsent(self, content: str) -> list[CallRow]:
-        """Put an error in the place of results that cannot be sent. Duplicates are then conflicts."""
+        """Put an error in the place of results that cannot be sent. Duplicates are then
+        conflicts.
+        """
         return self._store([replace(r, content=content, is_error=True) for r in self.unsent()])
 
     def consume(self) -> list[CallRow]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -32,14 +32,13 @@ from moorage.engine import (
 )
 from moorage.sessions.errors import DeadlineExceeded, MoorageError, StateError, from_fault
 from moorage.sessions.failpoints import hit
+from moorage.sessions.ledger import Ledger
 from moorage.sessions.park_decision import wants_park
 from moorage.sessions.services import SessionServices
+from moorage.sessions.session_config import SessionConfig
 from moorage.sessions.state import SessionState
 from moorage.sessions.store import ManifestChange
 from moorage.sessions.token_log import ParkedRecord, ResumedRecord
-
-if TYPE_CHECKING:
-    from moorage.sessions.session import Session
 
 _log = structlog.get_logger("moorage.sessions")
 T = TypeVar("T")
@@ -73,19 +72,19 @@ class Parking:
 
     def __init__(
         self,
-        session: Session,
         services: SessionServices,
+        config: SessionConfig,
+        ledger: Ledger,
         manifest: bytes | None,
-        on_settled: Callable[[], None],
     ) -> None:
-        """`on_settled` is called when a park no longer holds up a turn."""
-        self._session = session
-        self._ledger = session.ledger
         self._services = services
-        self._on_settled = on_settled
+        self._config = config
+        self._ledger = ledger
         self.manifest = manifest
         """The last committed one; handed to the engine with every request."""
-        self._next_generation = session.ledger.row.generation + 1
+        self.on_settled: Callable[[], None] = lambda: None
+        """Called when a park no longer holds up a turn."""
+        self._next_generation = ledger.row.generation + 1
         self._flight: _Flight | None = None
         self._restore: asyncio.Future[RestoreDone] | None = None
 
@@ -102,16 +101,16 @@ class Parking:
     def after_tool_calls(self) -> None:
         """The turn waits for tools: park if the policy says so."""
         if self._ledger.state is SessionState.WAITING_TOOLS and wants_park(
-            self._session.config.park_policy, waits_for_tools=True
+            self._config.park_policy, waits_for_tools=True
         ):
-            self.begin(self._session.config.park_tier)
+            self.begin(self._config.park_tier)
 
     def after_turn(self) -> None:
         """The turn ended and a human is next."""
         if self._ledger.state is SessionState.IDLE and wants_park(
-            self._session.config.park_policy, waits_for_tools=False
+            self._config.park_policy, waits_for_tools=False
         ):
-            self.begin(self._session.config.park_tier)
+            self.begin(self._config.park_tier)
 
     def begin(self, tier: ParkTier) -> None:
         """Ask for a park; nothing where there is no KV, it is parked already, or a park is under
@@ -165,7 +164,7 @@ class Parking:
             self._services.link.send(
                 Restore(
                     self._ledger.session_id,
-                    self._session.namespace,
+                    self._ledger.namespace,
                     self._ledger.log.packed_ids,
                     self.manifest,
                 )
@@ -214,7 +213,7 @@ class Parking:
             flight.outcome = ParkOutcome(
                 event.tier, event.num_tokens, event.num_bytes, event.seconds
             )
-            self._on_settled()
+            self.on_settled()
 
         self._ledger.commit(
             self._ledger.project([record]), manifest=ManifestChange(event.manifest), then=durable
@@ -285,7 +284,7 @@ class Parking:
                 waiter.set_result(flight.outcome)
             else:
                 waiter.set_exception(error or DeadlineExceeded("the park was not done"))
-        self._on_settled()
+        self.on_settled()
 
     def _send(self, command: ParkCommitted | ParkFailed) -> None:
         try:

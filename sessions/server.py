@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 import structlog
@@ -29,6 +29,8 @@ from moorage.sessions.sqlite_store import SqliteStore
 from moorage.sessions.store import SessionStore
 
 _log = structlog.get_logger("moorage.sessions")
+
+HealthServicer = health.aio.HealthServicer  # pyright: ignore[reportAttributeAccessIssue]
 
 SERVICE_NAME = sessions_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name
 
@@ -60,7 +62,8 @@ class RunningServer:
     address: str
     """HOST:PORT as bound."""
     manager: SessionManager
-    health: health.aio.HealthServicer
+    health: Any
+    """The asyncio health servicer (its package has no types)."""
 
 
 @asynccontextmanager
@@ -86,10 +89,10 @@ async def running_server(
             ("grpc.so_reuseport", 0),
         ]
     )
-    sessions_pb2_grpc.add_SessionsServicer_to_server(
+    sessions_pb2_grpc.add_SessionsServicer_to_server(  # type: ignore[no-untyped-call]
         SessionsServicer(manager, authenticator, limits), server
     )
-    healthy = health.aio.HealthServicer()
+    healthy = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection(
         (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server

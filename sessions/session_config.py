@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgpack
 
@@ -36,8 +36,7 @@ class SessionConfig:
 
     def to_bytes(self) -> bytes:
         """The stored form."""
-        packed: bytes = msgpack.packb({"version": CONFIG_VERSION, **asdict(self)})
-        return packed
+        return cast(bytes, msgpack.packb({"version": CONFIG_VERSION, **asdict(self)}))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionConfig:
@@ -69,7 +68,7 @@ def resolve_sampling(
         params.validate()
     except InvalidRequest as error:
         raise InvalidArgument(str(error), field=str(error).partition(" ")[0]) from error
-    return asdict(params)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(params).items()}
 
 
 def sampling_params(values: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:

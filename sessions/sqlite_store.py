@@ -43,12 +43,14 @@ CREATE TABLE sessions (
     fencing_token INTEGER NOT NULL, turn INTEGER NOT NULL, turn_first_seq INTEGER NOT NULL,
     last_seq INTEGER NOT NULL, num_tokens INTEGER NOT NULL, parked INTEGER NOT NULL,
     generation INTEGER NOT NULL, manifest BLOB);
-CREATE UNIQUE INDEX sessions_by_key ON sessions (tenant, idempotency_key) WHERE idempotency_key != '';
+CREATE UNIQUE INDEX sessions_by_key ON sessions (tenant, idempotency_key)
+    WHERE idempotency_key != '';
 CREATE INDEX sessions_by_state ON sessions (state) WHERE state IN ('running', 'waiting_tools');
 CREATE TABLE records (
     session_id TEXT NOT NULL REFERENCES sessions (session_id) ON DELETE CASCADE,
-    first_seq INTEGER NOT NULL, last_seq INTEGER NOT NULL, turn INTEGER NOT NULL, kind TEXT NOT NULL,
-    position INTEGER NOT NULL, payload BLOB NOT NULL, PRIMARY KEY (session_id, first_seq));
+    first_seq INTEGER NOT NULL, last_seq INTEGER NOT NULL, turn INTEGER NOT NULL,
+    kind TEXT NOT NULL, position INTEGER NOT NULL, payload BLOB NOT NULL,
+    PRIMARY KEY (session_id, first_seq));
 CREATE INDEX records_by_turn ON records (session_id, turn, first_seq);
 CREATE TABLE calls (
     session_id TEXT NOT NULL REFERENCES sessions (session_id) ON DELETE CASCADE,

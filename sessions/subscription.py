@@ -26,7 +26,9 @@ TERMINAL = ("turn_end", "failed")
 
 
 class Subscription:
-    """Made by `Session.subscribe`; `offer` and `end` are the session's, `events` is the reader's."""
+    """Made by `Session.subscribe`; `offer` and `end` are the session's, `events` is the
+    reader's.
+    """
 
     def __init__(
         self,
@@ -71,7 +73,9 @@ class Subscription:
         self._wake.set()
 
     def end(self, error: MoorageError | None = None) -> None:
-        """No further event will come; what is buffered is still read (an error is raised after it)."""
+        """No further event will come; what is buffered is still read (an error is
+        raised after it).
+        """
         self._ended = True
         self._error = error
         self._wake.set()

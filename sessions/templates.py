@@ -328,7 +328,7 @@ def _environment(contents: _Contents) -> ImmutableSandboxedEnvironment:
         return contents.json(value, indent)
 
     def items(value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, _Arguments) or isinstance(value, Mapping):
+        if isinstance(value, _Arguments | Mapping):
             yield from value.items()
         elif not isinstance(value, jinja2.Undefined):
             raise TypeError("items takes a mapping")

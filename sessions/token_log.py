@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import msgpack
 
@@ -194,14 +194,20 @@ def to_row(record: Record) -> LogRow:
             pack_tokens([record.token_id]),
         )
     if isinstance(record, InputRecord):
-        payload = msgpack.packb([record.source, record.packed_ids])
+        payload = _pack([record.source, record.packed_ids])
         return LogRow(record.seq, record.seq, record.turn, "input", record.position, payload)
     values = {k: v for k, v in asdict(record).items() if k not in ("seq", "turn")}
-    return LogRow(record.seq, record.seq, record.turn, record.kind, 0, msgpack.packb(values))
+    return LogRow(record.seq, record.seq, record.turn, record.kind, 0, _pack(values))
+
+
+def _pack(value: object) -> bytes:
+    return cast(bytes, msgpack.packb(value))
 
 
 def from_row(row: LogRow) -> list[Record]:
-    """The records of a row, in order. Raises InternalError for a row that this version cannot read."""
+    """The records of a row, in order. Raises InternalError for a row that this version
+    cannot read.
+    """
     if row.kind == "token":
         ids = unpack_tokens(row.payload)
         if len(ids) != row.last_seq - row.first_seq + 1:

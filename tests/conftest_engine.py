@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ def make_checkpoint(directory: Path, *, seed: int = 0, **changes: object) -> Pat
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "initializer_range": 0.3,
         "eos_token_id": 2,
@@ -75,6 +74,3 @@ def edit_json(path: Path, **changes: object) -> None:
     values = json.loads(path.read_text())
     values.update(changes)
     path.write_text(json.dumps(values))
-
-
-__all__ = ["edit_json", "make_checkpoint", "queue"]

@@ -58,6 +58,7 @@ class EngineHarness:
         self._events: list[EngineEvent] = []
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
         self._numbers = itertools.count(1)
+        self._closed = False
         self.engine.start(self._outputs.put)
 
     def submit(
@@ -147,6 +148,10 @@ class EngineHarness:
         return event
 
     def close(self) -> None:
+        """Check the books and stop; a second call is a no-op."""
+        if self._closed:
+            return
+        self._closed = True
         inspection = self.inspect()
         assert inspection.free_blocks_not_nan in (0, None)
         self.engine.close(10.0)

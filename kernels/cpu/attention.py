@@ -1,44 +1,67 @@
-"""Paged attention on the CPU in fixed tiles, with online softmax (Milakov, Gimelshein 2018; Dao et al. 2022).
+"""Paged attention on the CPU, softmax over fixed key tiles.
 
-    query tile   TILE_ROWS = 16 rows: 16 / (H / G) queries × the query heads of one KV head
-    key tile     TILE_KEYS = 128 cache indices, aligned at index 0
+    sequences of equal row count ── keys, values of their blocks, fp32 [U, tiles, G, T, D], once
+      └─ a block of rows ── scores of all key tiles at once, [U, tiles, G, R, T]
+           maximum over what a row may see → exp → sum and product per key tile, folded in order
 
-Every product has the shape [16, D] × [D, 128] or [16, 128] × [128, D], whatever the batch, the chunk or the context; a
-key tile that a row may not see adds exactly nothing (weights exp(−inf) = 0, rescaling exp(0) = 1). So a row's bits depend
-on its own query and the keys up to its position alone, in decode as in any chunk of a prefill. Scores, softmax and sums
-are fp32. Sequences whose rows fit one query tile (decodes) run together; a longer one runs by itself over all its tiles.
+A key tile is `T` cache indices aligned at index 0. A product is always [R, D] × [D, T] or
+[R, T] × [T, D] under a plan in which a row's bits do not depend on R; tiles are folded one after
+another from index 0; a tile that a row may not see adds exactly nothing, its weights being
+exp(−inf) = 0. So a row's bits depend on its own query and the keys up to its position, in decode
+as in any chunk of a prefill, alone as in any batch. Scores, weights and sums are fp32.
+
+Two passes, not online softmax: the maximum is exact in any order, so nothing is rescaled. The price
+is scores kept for a block of rows, at most MAX_SCORES. The query is rotated once per distinct block
+delta, and each key column takes the scores of its own delta, which equals a merge of the parts by
+(out, lse) without the second rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from moorage.kernels import reference
+from moorage.kernels.cpu import determinism
 
-TILE_ROWS = 16
 TILE_KEYS = 128
-NEGATIVE_INFINITY = float("-inf")
+"""Cache indices of a key tile, rounded to whole blocks."""
+MAX_SCORES = 1 << 20
+"""Scores held at once (4 MiB): what stays near the core is faster than fewer calls."""
+ROWS_AT_ONCE = 128
+"""Rows (queries × query heads of a KV head) of a block in a long prefill; the fastest measured."""
+MAX_LOADED = 1 << 21
+"""Elements of the fp32 keys of sequences that run together (8 MiB)."""
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    """Query tiles that run together: `T` tiles, each of `queries` positions of one sequence."""
+class _Context:
+    """Keys and values of `U` sequences that run together, fp32; `C` tiles of `T` keys."""
 
-    query: torch.Tensor
-    """[T, G, TILE_ROWS, D] in query dtype, not rotated; zero rows pad."""
-    positions: torch.Tensor
-    """[T, queries] visible position of each query; −1 pads."""
-    tables: torch.Tensor
-    """[T, max_blocks] block ids."""
+    keys: torch.Tensor
+    """[U, C, G, T, D]."""
+    values: torch.Tensor
+    """[U, C, G, T, D]; zero from the sequence's context length on."""
     deltas: torch.Tensor | None
-    """[T, max_blocks]."""
-    one_sequence: bool
-    """All tiles read the same keys, which are then loaded once."""
+    """[U, C · T] of every key; None where all are 0."""
 
 
-def paged_attention(
+@dataclass(frozen=True)
+class _Geometry:
+    """What the steps of one call share."""
+
+    inv_freq: torch.Tensor
+    scale: float
+    num_kv_heads: int
+    group: int
+    """Query heads per KV head."""
+    head_dim: int
+    tile: int
+
+
+def paged_attention(  # noqa: PLR0917
     query: torch.Tensor,
     layer_kv: torch.Tensor,
     block_tables: torch.Tensor,
@@ -49,173 +72,241 @@ def paged_attention(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.paged_attention`."""
-    rows, num_heads, dim = query.shape
-    num_kv_heads = layer_kv.shape[2]
-    group = num_heads // num_kv_heads
-    if group > TILE_ROWS or TILE_KEYS % layer_kv.shape[3]:
-        return _by_reference(
-            query, layer_kv, block_tables, block_deltas, context_lens, cu_seqlens, inv_freq, scale
-        )
-    queries = TILE_ROWS // group
-    out = torch.empty((rows, num_heads, dim), dtype=torch.float32)
-    lse = torch.empty((rows, num_heads), dtype=torch.float32)
-    bounds = cu_seqlens.tolist()
-    short = [i for i in range(len(bounds) - 1) if 0 < bounds[i + 1] - bounds[i] <= queries]
-    long = [i for i in range(len(bounds) - 1) if bounds[i + 1] - bounds[i] > queries]
-    for batch in ([short] if short else []) + [[index] for index in long]:
-        tile_rows, positions, sequences = _tile_rows(batch, bounds, context_lens.tolist(), queries)
-        padded = torch.cat((query, query.new_zeros((1, num_heads, dim))))[tile_rows]
-        index = torch.tensor(sequences)
-        tiles = _Tiles(
-            query=padded.reshape(-1, queries, num_kv_heads, group, dim)
-            .transpose(1, 2)
-            .reshape(-1, num_kv_heads, queries * group, dim),
-            positions=positions,
-            tables=block_tables[index],
-            deltas=None if block_deltas is None else block_deltas[index],
-            one_sequence=len(batch) == 1,
-        )
-        tile_out, tile_lse = _attend(tiles, layer_kv, inv_freq, scale, group)
-        chosen = tile_rows.reshape(-1)
-        real = chosen < rows
-        out[chosen[real]] = (
-            tile_out.reshape(-1, num_kv_heads, queries, group, dim)
-            .transpose(1, 2)
-            .reshape(-1, num_heads, dim)[real]
-        )
-        lse[chosen[real]] = (
-            tile_lse.reshape(-1, num_kv_heads, queries, group)
-            .transpose(1, 2)
-            .reshape(-1, num_heads)[real]
-        )
-    return out.to(query.dtype), lse
-
-
-def _tile_rows(
-    batch: list[int], bounds: list[int], context_lens: list[int], queries: int
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Row of each tile's queries (the row after the last pads), their positions, and each tile's sequence.
-
-    Tiles come in descending order of their last position, so that those a key tile concerns are a prefix.
-    """
-    tiles: list[tuple[list[int], list[int], int]] = []
-    for sequence in batch:
-        first, end = bounds[sequence], bounds[sequence + 1]
-        offset = context_lens[sequence] - end
-        for start in range(first, end, queries):
-            rows = list(range(start, min(start + queries, end)))
-            missing = queries - len(rows)
-            tiles.append(
-                (
-                    rows + [bounds[-1]] * missing,
-                    [row + offset for row in rows] + [-1] * missing,
-                    sequence,
-                )
-            )
-    tiles.sort(key=lambda tile: -max(tile[1]))
-    return (
-        torch.tensor([tile[0] for tile in tiles]),
-        torch.tensor([tile[1] for tile in tiles]),
-        [tile[2] for tile in tiles],
+    num_rows, num_heads, dim = query.shape
+    _, _, num_kv_heads, block_size, _ = layer_kv.shape
+    geometry = _Geometry(
+        inv_freq=inv_freq,
+        scale=scale,
+        num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=dim,
+        tile=block_size * max(1, TILE_KEYS // block_size),
     )
+    out = torch.empty_like(query)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
+    bounds, lens = cu_seqlens.tolist(), context_lens.tolist()
+    for sequences in _run_together(bounds, lens, geometry):
+        context = _load(sequences, lens, layer_kv, block_tables, block_deltas, geometry.tile)
+        first_row, num_queries = bounds[sequences[0]], _length(bounds, sequences[0])
+        for start, end in _row_blocks(num_queries, lens[sequences[0]], geometry):
+            # Rows of the step, and their visible positions: [U, end − start].
+            rows = torch.tensor([range(bounds[s] + start, bounds[s] + end) for s in sequences])
+            positions = rows + torch.tensor([[lens[s] - bounds[s + 1]] for s in sequences])
+            if len(sequences) == 1:
+                span = slice(first_row + start, first_row + end)
+                part, part_lse = _attend(query[span][None], positions, context, geometry)
+                out[span], lse[span] = part[0], part_lse[0]
+            else:
+                part, part_lse = _attend(query[rows], positions, context, geometry)
+                out[rows], lse[rows] = part.to(out.dtype), part_lse
+    return out, lse
+
+
+def _length(bounds: list[int], sequence: int) -> int:
+    return bounds[sequence + 1] - bounds[sequence]
+
+
+def _run_together(bounds: list[int], lens: list[int], geometry: _Geometry) -> Iterator[list[int]]:
+    """Sequences in groups of equal row count, longest context first, within MAX_LOADED.
+
+    Decodes come out as few groups; a prefill chunk of more rows than ROWS_AT_ONCE is alone.
+    """
+    order = sorted(
+        (s for s in range(len(lens)) if _length(bounds, s)),
+        key=lambda s: (_length(bounds, s), lens[s]),
+        reverse=True,
+    )
+    together: list[int] = []
+    for sequence in order:
+        if together:
+            longest, rows = lens[together[0]], _length(bounds, together[0])
+            padded = -(-longest // geometry.tile) * geometry.tile * geometry.num_kv_heads
+            count = len(together) + 1
+            if (
+                rows != _length(bounds, sequence)
+                or rows * geometry.group > ROWS_AT_ONCE
+                or count * padded * geometry.head_dim > MAX_LOADED
+                or count * padded * rows * geometry.group > MAX_SCORES
+            ):
+                yield together
+                together = []
+        together.append(sequence)
+    if together:
+        yield together
+
+
+def _row_blocks(
+    num_queries: int, context_len: int, geometry: _Geometry
+) -> Iterator[tuple[int, int]]:
+    keys = -(-context_len // geometry.tile) * geometry.tile * geometry.num_kv_heads
+    rows = min(ROWS_AT_ONCE, MAX_SCORES // keys)
+    step = max(1, rows // geometry.group)
+    for start in range(0, num_queries, step):
+        yield start, min(start + step, num_queries)
+
+
+def _load(  # noqa: PLR0917
+    sequences: list[int],
+    lens: list[int],
+    layer_kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_deltas: torch.Tensor | None,
+    tile: int,
+) -> _Context:
+    """The sequences' keys and values up to the longest context, in whole tiles."""
+    _, _, heads, size, dim = layer_kv.shape
+    num_tiles = -(-lens[sequences[0]] // tile)
+    num_blocks = num_tiles * tile // size
+    tables = _columns(block_tables, sequences, num_blocks)
+    blocks = layer_kv.index_select(0, tables.reshape(-1))
+    kv = torch.empty((2, len(sequences), num_tiles, heads, tile, dim))
+    kv.view(2, len(sequences), num_tiles, heads, tile // size, size, dim).copy_(
+        blocks.view(len(sequences), num_tiles, tile // size, 2, heads, size, dim).permute(
+            3, 0, 1, 4, 2, 5, 6
+        )
+    )
+    # Unused slots may hold NaN, and 0 · NaN is NaN: a weight of 0 does not hide them.
+    for values, sequence in zip(kv[1], sequences, strict=True):
+        full, rest = divmod(lens[sequence], tile)
+        if full < num_tiles:
+            values[full, :, rest:].zero_()
+            values[full + 1 :].zero_()
+    deltas = None
+    if block_deltas is not None:
+        deltas = _columns(block_deltas, sequences, num_blocks).repeat_interleave(size, dim=1)
+    return _Context(kv[0], kv[1], deltas)
+
+
+def _columns(table: torch.Tensor, sequences: list[int], num_columns: int) -> torch.Tensor:
+    """Rows of a [S, max_blocks] table, cut or filled with 0 to `num_columns`."""
+    rows = table[sequences, :num_columns]
+    missing = num_columns - rows.shape[1]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing > 0 else rows
 
 
 def _attend(
-    tiles: _Tiles, layer_kv: torch.Tensor, inv_freq: torch.Tensor, scale: float, group: int
+    query: torch.Tensor, positions: torch.Tensor, context: _Context, geometry: _Geometry
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, G, R, D] fp32, lse [T, G, R]) with R = rows of a tile; the rest of the 16 rows is padding."""
-    num_tiles, num_kv_heads, used_rows, dim = tiles.query.shape
-    size = layer_kv.shape[3]
-    row_positions = tiles.positions.repeat_interleave(group, dim=1)  # [T, R]
-    last = tiles.positions.max(dim=1).values.tolist()
-    rotated = {0: _rotate(tiles, row_positions, 0, inv_freq, scale)}
-    maxima = torch.full((num_tiles, num_kv_heads, TILE_ROWS, 1), NEGATIVE_INFINITY)
-    sums = torch.zeros((num_tiles, num_kv_heads, TILE_ROWS, 1))
-    out = torch.zeros((num_tiles, num_kv_heads, TILE_ROWS, dim))
-    row_limits = torch.nn.functional.pad(row_positions, (0, TILE_ROWS - used_rows), value=-1)
-    for start in range(0, last[0] + 1, TILE_KEYS):
-        active = sum(1 for position in last if position >= start)
-        blocks = slice(start // size, (start + TILE_KEYS) // size)
-        loaded = 1 if tiles.one_sequence else active
-        keys, values = _load(tiles.tables[:loaded, blocks], layer_kv)
-        indices = torch.arange(start, start + TILE_KEYS)
-        newest = tiles.positions[:loaded].max(dim=1).values
-        values.masked_fill_((indices[None] > newest[:, None])[:, None, :, None], 0.0)
-        keys, values = (part.expand(active, -1, -1, -1) for part in (keys, values))
-        scores = _scores(tiles, rotated, keys, active, blocks, row_positions, inv_freq, scale, size)
-        scores.masked_fill_(
-            (indices[None, None] > row_limits[:active, :, None])[:, None], NEGATIVE_INFINITY
-        )
-        before = maxima[:active]
-        now = torch.maximum(before, scores.max(dim=-1, keepdim=True).values)
-        safe = torch.where(now == NEGATIVE_INFINITY, torch.zeros(()), now)
-        weights = torch.exp(scores - safe)
-        rescale = torch.exp(before - safe)
-        sums[:active] = sums[:active] * rescale + weights.sum(-1, keepdim=True)
-        out[:active] = out[:active] * rescale + _product(weights, values)
-        maxima[:active] = now
-    lse = (maxima + torch.log(sums)).squeeze(-1)
-    return (out / sums)[:, :, :used_rows], lse[:, :, :used_rows]
-
-
-def _load(tables: torch.Tensor, layer_kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one key tile per query tile, fp32 [T, G, TILE_KEYS, D]; short tables are zero-filled."""
-    num_tiles, num_blocks = tables.shape
-    _, _, heads, size, dim = layer_kv.shape
-    kv = layer_kv[tables.reshape(-1)].reshape(num_tiles, num_blocks, 2, heads, size, dim)
-    kv = kv.permute(2, 0, 3, 1, 4, 5).float().reshape(2, num_tiles, heads, num_blocks * size, dim)
-    if num_blocks * size < TILE_KEYS:
-        kv = torch.nn.functional.pad(kv, (0, 0, 0, TILE_KEYS - num_blocks * size))
-    return kv[0], kv[1]
+    """query [U, n, H, D], positions [U, n] → (out [U, n, H, D] fp32, lse [U, n, H])."""
+    num_units, num_queries = positions.shape
+    heads, group, dim, tile = (
+        geometry.num_kv_heads,
+        geometry.group,
+        geometry.head_dim,
+        geometry.tile,
+    )
+    rows = num_queries * group
+    num_tiles = int(positions.max()) // tile + 1
+    keys, values = context.keys[:, :num_tiles], context.values[:, :num_tiles]
+    scores = _scores(query, positions, keys, context.deltas, geometry)
+    first_masked = (int(positions.min()) + 1) // tile
+    if first_masked < num_tiles:
+        indices = torch.arange(first_masked * tile, num_tiles * tile)
+        hidden = indices.view(-1, 1, tile) > positions.view(num_units, 1, num_queries, 1)
+        scores.view(num_units, num_tiles, heads, num_queries, group, tile)[
+            :, first_masked:
+        ].masked_fill_(hidden[:, :, None, :, None], float("-inf"))
+    maxima = scores.amax(-1).amax(1)
+    weights = scores.sub_(maxima[:, None, :, :, None]).exp_()
+    sums_by_tile = weights.sum(-1)
+    outs_by_tile = _product(weights, values)
+    sums, out = sums_by_tile[:, 0], outs_by_tile[:, 0]
+    for index in range(1, num_tiles):
+        sums += sums_by_tile[:, index]
+        out += outs_by_tile[:, index]
+    out = out.div_(sums[..., None]).view(num_units, heads, num_queries, group, dim)
+    lse = maxima.add_(sums.log()).view(num_units, heads, num_queries, group)
+    return (
+        out.transpose(1, 2).reshape(num_units, num_queries, heads * group, dim),
+        lse.transpose(1, 2).reshape(num_units, num_queries, heads * group),
+    )
 
 
 def _scores(
-    tiles: _Tiles,
-    rotated: dict[int, torch.Tensor],
+    query: torch.Tensor,
+    positions: torch.Tensor,
     keys: torch.Tensor,
-    active: int,
-    blocks: slice,
-    row_positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    scale: float,
-    size: int,
+    deltas: torch.Tensor | None,
+    geometry: _Geometry,
 ) -> torch.Tensor:
-    """[T, G, 16, TILE_KEYS]; the query is rotated once per distinct delta and each key column takes its own."""
+    """[U, C, G, R, T], not masked; R = n · group, queries outermost."""
+    num_units, num_tiles, heads, tile, _ = keys.shape
     transposed = keys.transpose(-1, -2)
-    if tiles.deltas is None:
-        return _product(rotated[0][:active], transposed)
-    deltas = tiles.deltas[:active, blocks].repeat_interleave(size, dim=1)
-    deltas = torch.nn.functional.pad(deltas, (0, TILE_KEYS - deltas.shape[1]))
-    scores = torch.zeros((*keys.shape[:2], TILE_ROWS, TILE_KEYS))
-    for delta in torch.unique(deltas).tolist():
-        if delta not in rotated:
-            rotated[delta] = _rotate(tiles, row_positions, delta, inv_freq, scale)
-        part = _product(rotated[delta][:active], transposed)
-        scores = torch.where((deltas == delta)[:, None, None], part, scores)
+    if deltas is None:
+        return _product(_rotated(query, positions, num_tiles, geometry), transposed)
+    by_tile = deltas[:, : num_tiles * tile].view(num_units, num_tiles, 1, 1, tile)
+    first, *others = torch.unique(by_tile).tolist()
+    scores = _product(_rotated(query, positions - first, num_tiles, geometry), transposed)
+    for delta in others:
+        turned = _rotated(query, positions - delta, num_tiles, geometry)
+        scores = torch.where(by_tile == delta, _product(turned, transposed), scores)
     return scores
 
 
-def _rotate(
-    tiles: _Tiles, row_positions: torch.Tensor, delta: int, inv_freq: torch.Tensor, scale: float
+def _rotated(
+    query: torch.Tensor, angles: torch.Tensor, num_tiles: int, geometry: _Geometry
 ) -> torch.Tensor:
-    """The tiles' queries at the angle visible position − delta, scaled: fp32 [T, G, TILE_ROWS, D], zero-padded."""
-    num_tiles, heads, rows, dim = tiles.query.shape
-    by_row = tiles.query.transpose(1, 2).reshape(num_tiles * rows, heads, dim)
-    turned = reference.rotate(by_row, row_positions.reshape(-1) - delta, inv_freq) * scale
-    turned = turned.reshape(num_tiles, rows, heads, dim).transpose(1, 2)
-    return torch.nn.functional.pad(turned, (0, 0, 0, TILE_ROWS - rows)).contiguous()
+    """Queries at `angles` [U, n], scaled, fp32 [U, C, G, n · group, D], the same for every tile."""
+    num_units, num_queries, num_heads, dim = query.shape
+    turned = reference.rotate(
+        query.reshape(-1, num_heads, dim), angles.reshape(-1), geometry.inv_freq
+    ).mul_(geometry.scale)
+    return (
+        turned.view(num_units, 1, num_queries, geometry.num_kv_heads, geometry.group, dim)
+        .transpose(2, 3)
+        .expand(-1, num_tiles, -1, -1, -1, -1)
+        .reshape(num_units, num_tiles, geometry.num_kv_heads, num_queries * geometry.group, dim)
+    )
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched products of one fixed shape."""
-    shape = left.shape[:2]
-    product = torch.bmm(left.reshape(-1, *left.shape[2:]), right.reshape(-1, *right.shape[2:]))
-    return product.reshape(*shape, *product.shape[1:])
+    """left [..., R, K] × right [..., K, N] → [..., R, N]; rows independent of R and of the batch."""
+    transposed = right.stride(-1) != 1
+    product = _by_columns if transposed else _by_rows
+    plan = determinism.find_plan(
+        "attention scores" if transposed else "attention values",
+        product,
+        left.dtype,
+        right.shape[-2],
+        right.shape[-1],
+        torch.get_num_threads(),
+        batches=(1, 2, 7),
+    )
+    return determinism.run(plan, product, left, right.transpose(-1, -2))
 
 
-def _by_reference(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes that do not tile (more than 16 query heads per KV head, block sizes that do not divide 128)."""
-    return reference.paged_attention(*args)  # type: ignore[arg-type]
+def _by_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., R, K] × weight [..., N, K]ᵀ with weight stored by rows of K, as keys are."""
+    return _batched(x, weight.transpose(-1, -2))
 
 
-OPS = {"paged_attention": paged_attention}
+def _by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same with weight stored by columns, as values are; made so where it is not."""
+    right = weight.transpose(-1, -2)
+    return _batched(x, right if right.is_contiguous() else right.contiguous())
+
+
+def _batched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    shape = left.shape[:-1]
+    product = torch.bmm(
+        left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
+    )
+    return product.view(*shape, right.shape[-1])
+
+
+def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.merge_attention`. Parts are folded in order, so that a row's bits are its own."""
+    maxima = lses.amax(0) if lses.shape[0] else lses.new_full(lses.shape[1:], float("-inf"))
+    safe = torch.where(maxima == float("-inf"), 0.0, maxima)
+    sums = torch.zeros_like(safe)
+    out = torch.zeros(outs.shape[1:], dtype=lses.dtype)
+    for part, part_lse in zip(outs, lses, strict=True):
+        weight = torch.exp(part_lse - safe)
+        sums += weight
+        # A part that saw no key has weight 0; what it holds must not leak (0 · NaN).
+        out += torch.where(weight[..., None] > 0, part.to(lses.dtype), 0.0) * weight[..., None]
+    out = torch.where(sums[..., None] > 0, out / sums[..., None], 0.0)
+    return out.to(outs.dtype), safe + torch.log(sums)
+
+
+OPS = {"paged_attention": paged_attention, "merge_attention": merge_attention}

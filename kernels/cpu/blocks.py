@@ -46,5 +46,4 @@ OPS = {
     "scatter_blocks": scatter_blocks,
     "copy_blocks": copy_blocks,
     "fill_blocks": fill_blocks,
-    "merge_attention": reference.merge_attention,
 }

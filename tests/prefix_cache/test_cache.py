@@ -152,6 +152,15 @@ def test_truncate_takes_its_copy_from_what_it_lets_go(kit: Any) -> None:
     cache.check_integrity()
 
 
+def test_the_block_that_is_to_be_copied_is_never_the_one_evicted_for_the_copy(kit: Any) -> None:
+    cache = kit.cache(num_blocks=3)
+    cache.release(kit.fill(cache, kit.log(90, 91, 92, 93)))  # block 0: cached, older
+    table = kit.fill(cache, kit.log(*range(8)))
+    assert cache.statistics().free == 0
+    assert cache.truncate(table, 5) == (2, 0)
+    cache.check_integrity()
+
+
 def test_truncate_without_a_block_for_the_copy_changes_nothing(kit: Any) -> None:
     cache = kit.cache(num_blocks=3)
     log = kit.log(*range(12))

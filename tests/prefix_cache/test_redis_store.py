@@ -226,7 +226,9 @@ def test_another_kind_of_value_under_our_key_is_a_typed_error(
     with pytest.raises(StoreRefused, match="WRONGTYPE"):
         store.get([key], "a", ACME, 5.0)
     other = run(kit.geometry, 2)
-    store.put([other], "a", ACME, 5.0)  # the connection is still in step
+    opened = client.info("stats")["total_connections_received"]
+    store.put([other], "a", ACME, 5.0)  # on the same connection, which is still in step
+    assert client.info("stats")["total_connections_received"] == opened
     assert store.get([other[0]], "a", ACME, 5.0) == [other[1].join()]
 
 
@@ -273,6 +275,21 @@ def test_a_silent_redis_costs_the_deadline_and_no_more(
             call()
         assert time.monotonic() - started < deadline_s + 0.2 + 0.2
     store.close()
+
+
+def test_a_redis_that_falls_silent_on_an_open_connection_costs_the_deadline(kit: Any) -> None:
+    with RedisServer() as server:
+        store = RedisStore(RedisConfig(server.url, socket_timeout_s=30.0))
+        frames = [run(kit.geometry, 1)]
+        store.put(frames, "a", ACME, 5.0)
+        client = server.client()
+        client.client_pause(60_000)
+        started = time.monotonic()
+        with pytest.raises(StoreTimeout):
+            store.get([frames[0][0]], "a", ACME, 0.3)
+        assert 0.25 < time.monotonic() - started < 2.0
+        client.close()
+        store.close()
 
 
 def test_a_redis_that_stops_in_mid_reply_costs_one_socket_timeout(kit: Any) -> None:

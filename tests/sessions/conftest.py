@@ -1,4 +1,6 @@
-"""Makes this folder's helpers importable: `from session_harness import ...`, `from fake_engine import ...`."""
+"""Makes this folder's helpers importable: `from session_harness import ...`, `from fake_engine
+import ...`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A deterministic stand-in for the Engine facade: same methods, own thread, same order of outputs.
 
-The "model" is a function from the text of the prompt to the text of the reply; tokens are bytes, with a few special
-ones. KV is a number per session, blocks are 16 tokens, tiers are a dictionary that may outlive the engine (so that a
-test can restart it). Steps can be held, so that a test decides what has happened when.
+The "model" is a function from the text of the prompt to the text of the reply; tokens are bytes,
+with a few special ones. KV is a number per session, blocks are 16 tokens, tiers are a dictionary
+that may outlive the engine (so that a test can restart it). Steps can be held, so that a test
+decides what has happened when.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ TEMPLATE = """{%- if messages[0].role == 'system' %}
 {%- else %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
@@ -174,7 +176,8 @@ class FakeEngine:
         self.die = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    # -- the facade ----------------------------------------------------------------------------------------
+    # -- the facade
+    # ----------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, allow_special: bool) -> list[int]:
         ids: list[int] = []
@@ -218,7 +221,8 @@ class FakeEngine:
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
 
-    # -- what tests control --------------------------------------------------------------------------------
+    # -- what tests control
+    # --------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """No step from now on; commands wait too."""
@@ -237,7 +241,8 @@ class FakeEngine:
         with self._gate:
             self._gate.notify_all()
 
-    # -- the thread ----------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -424,9 +429,11 @@ class FakeEngine:
         reason = None
         if token_id == IM_END or decoded.stopped:
             reason = FinishReason.STOP
-        elif request.sampling.max_tokens and running.done >= request.sampling.max_tokens:
-            reason = FinishReason.LENGTH
-        elif position + 1 >= self.model_info.context_len or running.done >= len(running.script):
+        elif (
+            (request.sampling.max_tokens and running.done >= request.sampling.max_tokens)
+            or position + 1 >= self.model_info.context_len
+            or running.done >= len(running.script)
+        ):
             reason = FinishReason.LENGTH
         tokens.append(
             TokenOutput(
