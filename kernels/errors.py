@@ -1,4 +1,9 @@
-"""Typed errors of the kernels: a wrong argument names the op, the argument, what was expected and what came."""
+"""Typed errors of the kernels. A wrong argument names op, argument, what is expected, what came.
+
+    KernelError
+      ├─ InvalidArgument    the caller's mistake; nothing was computed or written
+      └─ UnknownBackend     an override or a device type that no backend serves
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ class KernelError(Exception):
 
 
 class InvalidArgument(KernelError, ValueError):
-    """A tensor of the wrong shape, dtype or device, or a value out of range."""
+    """A tensor of the wrong shape or dtype, or a value out of range."""
 
     def __init__(self, op: str, argument: str, expected: str, got: object) -> None:
         super().__init__(f"{op}: {argument} must be {expected}, got {got}")
 
 
 class UnknownBackend(KernelError, ValueError):
-    """An override names an op or backend that does not exist."""
+    """No such op or backend; the message lists those that exist."""

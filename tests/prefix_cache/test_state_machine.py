@@ -34,6 +34,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory: list[Any] = [[POISON] * SIZE for _ in range(12)]
         self.cache = PrefixCache(CacheConfig(SIZE, (GroupConfig("full", 12),), 2), self.poison)
         self.contexts: list[Context] = []
+        self.known: list[tuple[int, list[int]]] = [(0, [0, 1, 0, 1, 0, 0]), (1, [0, 1])]
+        """(lineage, tokens) that some context committed, or the seeds of the first ones."""
 
     def poison(self, block_ids: Any) -> None:
         for block_id in block_ids:
@@ -47,27 +49,55 @@ class CacheMachine(RuleBasedStateMachine):
             self.memory[block_id][position % SIZE] = seen
         context.computed = end
 
-    @precondition(lambda self: len(self.contexts) < 5)
-    @rule(lineage=st.sampled_from([0, 0, 0, 1]), tokens=st.lists(st.integers(0, 1), max_size=10))
-    def open(self, lineage: int, tokens: list[int]) -> None:
+    def open(self, lineage: int, tokens: list[int]) -> Context:
         match = self.cache.match(LINEAGES[lineage], pack_tokens(tokens))
         table = self.cache.open(match)
         assert table.num_committed * SIZE == match.num_tokens
         self.contexts.append(Context(table, lineage, tokens, match.num_tokens))
+        return self.contexts[-1]
 
-    @precondition(lambda self: self.contexts)
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5), commit=st.booleans())
-    def compute_some(self, data: st.DataObject, more: list[int], commit: bool) -> None:
-        context = data.draw(st.sampled_from(self.contexts))
-        context.tokens = context.tokens + more
-        end = data.draw(st.integers(context.computed, len(context.tokens)))
+    def step(self, context: Context, end: int, *, commit: bool) -> None:
         try:
             self.cache.grow(context.table, end)
         except OutOfBlocks:
             return
         self.compute(context, end)
         if commit:
-            self.cache.commit(context.table, pack_tokens(context.tokens), context.computed)
+            self.cache.commit(context.table, pack_tokens(context.tokens), end)
+            self.known.append((context.lineage, context.tokens[:end]))
+
+    @precondition(lambda self: len(self.contexts) < 5)
+    @rule(
+        data=st.data(),
+        more=st.lists(st.integers(0, 1), max_size=6),
+        other_tenant=st.booleans(),
+        at_once=st.booleans(),
+    )
+    def start(
+        self, data: st.DataObject, more: list[int], other_tenant: bool, at_once: bool
+    ) -> None:
+        """A context that continues, or leaves midway, what some context committed before."""
+        lineage, tokens = data.draw(st.sampled_from(self.known))
+        cut = data.draw(st.integers(0, len(tokens)))
+        lineage ^= other_tenant and not more
+        context = self.open(lineage, tokens[:cut] + more)
+        if at_once:
+            self.step(context, len(context.tokens), commit=True)
+
+    @precondition(lambda self: self.contexts)
+    @rule(
+        data=st.data(),
+        more=st.lists(st.integers(0, 1), max_size=5),
+        partly=st.booleans(),
+        commit=st.booleans(),
+    )
+    def go_on(self, data: st.DataObject, more: list[int], partly: bool, commit: bool) -> None:
+        context = data.draw(st.sampled_from(self.contexts))
+        context.tokens = context.tokens + more
+        end = len(context.tokens)
+        if partly:
+            end = data.draw(st.integers(context.computed, end))
+        self.step(context, end, commit=commit)
 
     @precondition(lambda self: self.contexts)
     @rule(data=st.data())
@@ -120,8 +150,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=60,
-    stateful_step_count=60,
+    max_examples=100,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -259,7 +259,6 @@ class FakeEngine:
                 self._closed = True
                 self._on_step(StepOutput(self.steps, (), (EngineFailed(fault),)))
                 return
-            self.steps += 1
             tokens: list[TokenOutput] = []
             events: list[object] = []
             if not self.hold_parks:
@@ -279,7 +278,8 @@ class FakeEngine:
             for running in list(self._running.values()):
                 self._decode(running, tokens)
             if tokens or events:
-                self._on_step(StepOutput(self.steps, tuple(tokens), tuple(events)))  # type: ignore[arg-type]
+                self._on_step(StepOutput(self.steps + 1, tuple(tokens), tuple(events)))  # type: ignore[arg-type]
+            self.steps += 1
 
     def _ready(self) -> bool:
         if self._closed or self.die:
