@@ -13,6 +13,7 @@ from pathlib import Path
 from fake_engine import FakeEngine
 
 from moorage.engine import StepOutput
+from moorage.sessions import log
 from moorage.sessions.limits import Limits
 from moorage.sessions.server import ServerConfig, serve
 
@@ -47,6 +48,7 @@ class PacedEngine(FakeEngine):
 
 
 if __name__ == "__main__":
+    log.configure(json_lines=True)
     config = ServerConfig(
         listen=sys.argv[2], data_dir=Path(sys.argv[1]), limits=Limits(drain_s=1.0)
     )
