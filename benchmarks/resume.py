@@ -2,10 +2,11 @@
 
     benchmarks/resume.py [--model demo|DIR] [--context N] [--new N] [--repeats N] [--redis URL] [--json -]
 
-All in one process and one run on the real engine: per repeat a fresh context is computed once, then continued with `new`
-tokens four times: hot (never parked), parked to host, parked to Redis, and dropped and recomputed. Ratios are medians over
-repeats. `*_excess` is the engine's own restore time over the time that copying and checksumming the same bytes out of that
-tier takes, measured beside it. Without a Redis URL one is started for the run.
+All in one process and one run on the real engine: per repeat a fresh context is computed once, then continued
+with `new` tokens four times: hot (never parked), parked to host, parked to Redis, and dropped and recomputed.
+Ratios are medians over repeats. `*_excess` is the engine's own restore time over the time that copying and
+checksumming the same bytes out of that tier takes, measured beside it. Without a Redis URL one is started for
+the run.
 """
 
 from __future__ import annotations
@@ -49,10 +50,22 @@ from moorage.engine import (  # noqa: E402
 
 NAMESPACE = Namespace("benchmark", "default")
 WAIT_S = 300.0
-FIGURES = (
-    "host_ratio redis_ratio disk_ratio recompute_ratio host_excess redis_excess disk_excess forward_tokens_excess"
-    " host_vs_recompute hot_vs_vllm hot_vs_llamacpp restore_vs_llamacpp park_unpark_ms sessions_kept_alive"
-).split()
+FIGURES = [
+    "host_ratio",
+    "redis_ratio",
+    "disk_ratio",
+    "recompute_ratio",
+    "host_excess",
+    "redis_excess",
+    "disk_excess",
+    "forward_tokens_excess",
+    "host_vs_recompute",
+    "hot_vs_vllm",
+    "hot_vs_llamacpp",
+    "restore_vs_llamacpp",
+    "park_unpark_ms",
+    "sessions_kept_alive",
+]
 
 
 @dataclass
@@ -126,7 +139,7 @@ def copy_and_checksum_s(num_bytes: int, redis_url: str | None) -> float:
             memoryview(destination)[:] = source
             times.append(time.perf_counter() - started)
         return statistics.median(times)
-    import redis  # noqa: PLC0415
+    import redis
 
     with redis.Redis.from_url(redis_url) as client:
         pieces = [source[at : at + (1 << 20)] for at in range(0, num_bytes, 1 << 20)]
@@ -155,9 +168,7 @@ def measure(arguments: argparse.Namespace, redis_url: str) -> dict[str, Any]:
         else Path(arguments.model)
     )
     engine = Engine(
-        EngineConfig(
-            model_dir=model_dir, kv_bytes=256 << 20, tiers=TierConfig(redis_url=redis_url)
-        )
+        EngineConfig(model_dir=model_dir, kv_bytes=256 << 20, tiers=TierConfig(redis_url=redis_url))
     )
     info = engine.model_info
     length, new = arguments.context, arguments.new
@@ -246,7 +257,7 @@ def main() -> None:
     if arguments.redis:
         result = measure(arguments, arguments.redis)
     else:
-        from redis_server import RedisServer  # noqa: PLC0415
+        from redis_server import RedisServer
 
         with RedisServer() as server:
             result = measure(arguments, server.url)

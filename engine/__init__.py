@@ -108,7 +108,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "Engine":
-        from moorage.engine.engine import Engine  # noqa: PLC0415  (torch is loaded only where needed)
+        from moorage.engine.engine import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

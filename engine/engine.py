@@ -97,7 +97,7 @@ class Engine:
         self._loop.close(deadline_s)
 
     def _run(self) -> None:
-        assert self._on_step is not None  # noqa: S101  (start set it)
+        assert self._on_step is not None
         try:
             self._statistics = self._loop.statistics()
             while not self._mailbox.closed:

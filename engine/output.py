@@ -27,6 +27,8 @@ class FaultCode(StrEnum):
     """The context does not fit the model's window or the device pool."""
     STATE = "state"
     """The session is not in a state that allows this."""
+    BUSY = "busy"
+    """Too much waits already: retry after a moment."""
     STORE = "store"
     """A tier could not take or give frames."""
     NUMERIC = "numeric"

@@ -38,7 +38,6 @@ from moorage.prefix_cache.parked_context import ParkedContext
 _log = structlog.get_logger("moorage.engine")
 
 
-
 @dataclass
 class TierCounters:
     """What the tiers gave and took since the engine started; tokens are counted after verification."""
@@ -290,9 +289,7 @@ class Parking:
         except CacheError as error:
             context.lost_reason = f"not loaded: {error}"
             return False
-        self._loads[self._next_job] = _LoadInFlight(
-            context, staging, first_block, time.monotonic()
-        )
+        self._loads[self._next_job] = _LoadInFlight(context, staging, first_block, time.monotonic())
         context.loading = self._next_job
         self._next_job += 1
         return True
@@ -382,9 +379,7 @@ class Parking:
             self.settle(context, generation, by_tier, reason)
         return []
 
-    def _place(
-        self, load: _LoadInFlight, num_tokens: int, scheduler: Scheduler
-    ) -> bool:
+    def _place(self, load: _LoadInFlight, num_tokens: int, scheduler: Scheduler) -> bool:
         """Verified KV into device blocks, and full blocks into the tree."""
         context = load.context
         if num_tokens == 0 or context.table is None:
@@ -404,7 +399,7 @@ _STORE_FAULTS = (tiers.MissReason.STORE_FAILED, tiers.MissReason.TIMED_OUT)
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable byte view of a contiguous host tensor; the view keeps the tensor's memory alive."""
-    return memoryview(tensor.view(torch.uint8).reshape(-1).numpy()).cast("B")
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
 def _refused(session_id: str, generation: int, code: FaultCode, message: str) -> ParkRefused:

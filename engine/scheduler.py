@@ -121,9 +121,7 @@ class Scheduler:
         # Shared blocks of idle contexts are counted once each: an optimistic bound; `_plan_rows` has the last word.
         return needed <= obtainable + idle or not self._running
 
-    def _plan_rows(
-        self, context: Context, num_rows: int, planned: set[str]
-    ) -> SequencePlan | None:
+    def _plan_rows(self, context: Context, num_rows: int, planned: set[str]) -> SequencePlan | None:
         """Blocks and plan for the next `num_rows` tokens; None where the context itself had to give way."""
         generation = context.generation
         if generation is None:
@@ -132,7 +130,7 @@ class Scheduler:
         if not self.make_room(context, end, planned):
             self._preempt(context)
             return None
-        assert context.table is not None  # noqa: S101  (make_room grew it)
+        assert context.table is not None
         complete = end == context.num_tokens
         return SequencePlan(
             request_id=generation.request.request_id,

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import structlog
 
+from moorage.engine.admission import EndRules, check_request, common_prefix, fault_code
 from moorage.engine.context import Context, Generation, Phase
-from moorage.engine.errors import ContextTooLong, EngineError, InvalidRequest, SessionBusy
+from moorage.engine.errors import EngineError
 from moorage.engine.loading import load_model
 from moorage.engine.output import (
     EngineEvent,
@@ -39,14 +40,12 @@ from moorage.engine.request import (
 )
 from moorage.engine.scheduler import Scheduler
 from moorage.engine.settings import EngineConfig
-from moorage.engine.tokenizer import OutputDecoder
 from moorage.prefix_cache.block import (
     TOKEN_BYTES,
     Lineage,
     Namespace,
     num_tokens_in,
     pack_tokens,
-    unpack_tokens,
 )
 from moorage.prefix_cache.errors import CacheError
 from moorage.prefix_cache.tiers import Completion, DeleteDone, LoadDone, ParkDone
@@ -57,9 +56,7 @@ _log = structlog.get_logger("moorage.engine")
 class StepLoop:
     """Contexts, scheduler, cache and runner of one engine, and the rules that join them."""
 
-    def __init__(
-        self, config: EngineConfig, *, complete: Callable[[Completion], None]
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, complete: Callable[[Completion], None]) -> None:
         model = load_model(config)
         self._config = config
         self.model_info = model.info
@@ -77,7 +74,7 @@ class StepLoop:
             max_running=config.max_running,
             admit=self._admit,
         )
-        self._eos = frozenset(model.info.eos_token_ids)
+        self._rules = EndRules(frozenset(model.info.eos_token_ids), model.info.context_len)
         self._step = 0
         self._order = 0
         self._tokens_sampled = 0
@@ -180,17 +177,21 @@ class StepLoop:
 
     def _submit(self, request: Request) -> None:
         try:
-            self._check(request)
+            check_request(
+                request,
+                self._contexts.get(request.session_id),
+                self._config,
+                context_len=self.model_info.context_len,
+                num_blocks=self._cache.statistics().total,
+                num_waiting=self._scheduler.num_waiting,
+            )
         except EngineError as error:
-            code = FaultCode.TOO_LONG if isinstance(error, ContextTooLong) else FaultCode.INVALID
-            if isinstance(error, SessionBusy):
-                code = FaultCode.STATE
-            self._refuse(request, EngineFault(code, str(error)))
+            self._refuse(request, EngineFault(fault_code(error), str(error)))
             return
         context = self._context(request.session_id, request.namespace, request.extra_key)
         self._adopt_log(context, request.token_ids)
         self._parking.adopt_manifest(context, request.manifest)
-        decoder, finished = self._replay(request)
+        decoder, finished = self._rules.replay(request, self.tokenizer)
         self._order += 1
         generation = Generation(
             request=request,
@@ -214,54 +215,6 @@ class StepLoop:
         context.generation = generation
         self._by_request[request.request_id] = context
         self._scheduler.add(context)
-
-    def _check(self, request: Request) -> None:
-        """Raises InvalidRequest or ContextTooLong; the engine's state is untouched."""
-        limit = self.model_info.context_len
-        length = request.num_tokens
-        request.sampling.validate()
-        if length == 0:
-            raise InvalidRequest("the log is empty: a request needs at least one token")
-        if not 1 <= request.num_prompt <= length:
-            raise InvalidRequest(f"num_prompt is {request.num_prompt}, allowed is 1 … {length}")
-        if not 0 <= request.num_known < length:
-            raise InvalidRequest(f"num_known is {request.num_known}, allowed is 0 … {length - 1}")
-        if length >= limit and length == request.num_prompt:
-            raise ContextTooLong(
-                f"the context holds {length} tokens and the limit is {limit}, one of which must be free for"
-                " the answer: shorten the input, or rewind or close the session"
-            )
-        size = self._config.block_size
-        total = self._cache.statistics().total
-        if -(-(length + 1) // size) > total:
-            raise ContextTooLong(
-                f"the context needs {-(-(length + 1) // size)} blocks of {size} tokens and the device pool has"
-                f" {total}: raise kv_bytes"
-            )
-        context = self._contexts.get(request.session_id)
-        if context is not None and context.generation is not None:
-            raise SessionBusy(
-                f"session {request.session_id} generates already (request"
-                f" {context.generation.request.request_id}): wait for its end or abort it"
-            )
-        if self._scheduler.num_waiting >= self._config.max_waiting:
-            raise InvalidRequest(
-                f"{self._scheduler.num_waiting} requests wait already, the bound is"
-                f" {self._config.max_waiting}: retry later"
-            )
-
-    def _replay(self, request: Request) -> tuple[OutputDecoder, FinishReason | None]:
-        """The decoder as it stood, and the reason where the generated part of the log had ended already."""
-        prompt = request.token_ids[: request.num_prompt * TOKEN_BYTES]
-        decoder = self.tokenizer.decode_stream(unpack_tokens(prompt), request.sampling.stop)
-        finished: FinishReason | None = None
-        generated = unpack_tokens(request.token_ids[request.num_prompt * TOKEN_BYTES :])
-        for index, token_id in enumerate(generated):
-            stopped = decoder.feed(token_id).stopped
-            finished = self._finish_reason(
-                request, token_id, stopped, index + 1, request.num_prompt + index + 1
-            )
-        return decoder, finished
 
     def _abort(self, request_id: str) -> None:
         context = self._by_request.get(request_id)
@@ -339,16 +292,16 @@ class StepLoop:
         length = num_tokens_in(token_ids)
         keep = min(context.num_computed, length - 1)
         if context.table is not None:
-            if keep > 0 and context.tokens(0, keep) == token_ids[: keep * TOKEN_BYTES]:
-                if keep < context.num_computed:
-                    self._truncate(context, keep)
-            else:
+            keep = common_prefix(context.tokens(0, keep), token_ids[: keep * TOKEN_BYTES])
+            if keep == 0:
                 context.lost_reason = "the log no longer continues what the device held"
                 self._drop(context)
+            elif keep < context.num_computed:
+                self._truncate(context, keep)
         context.token_ids = bytearray(token_ids)
 
     def _truncate(self, context: Context, num_tokens: int) -> None:
-        assert context.table is not None  # noqa: S101
+        assert context.table is not None
         moved = self._cache.truncate(context.table, num_tokens)
         if moved is not None:
             self._kv.copy([moved[0]], [moved[1]])
@@ -396,7 +349,7 @@ class StepLoop:
     def _take(self, context: Context, result: SequenceResult) -> None:
         """One sequence's share of a step: KV became real, maybe a token was drawn."""
         generation = context.generation
-        assert generation is not None and context.table is not None  # noqa: S101
+        assert generation is not None and context.table is not None
         context.last_used = self._step
         if result.fault is not None:
             if result.num_forwarded == 0 or result.fault.code is FaultCode.NUMERIC:
@@ -413,8 +366,11 @@ class StepLoop:
             self._emit(context, generation, result.token_id)
 
     def _discard_kv(self, context: Context) -> None:
-        """KV of a faulty step must not be found by anyone."""
-        self._drop(context)
+        """KV of a faulty step must not be found by anyone: the whole path goes, as far as nobody else holds it."""
+        if context.table is not None:
+            self._cache.discard(context.table)
+            context.table = None
+        context.num_computed = 0
 
     def _emit(self, context: Context, generation: Generation, token_id: int) -> None:
         position = context.num_tokens
@@ -424,13 +380,16 @@ class StepLoop:
         request = generation.request
         try:
             decoded = generation.decoder.feed(token_id)
-            reason = self._finish_reason(
+            reason = self._rules.finish_reason(
                 request, token_id, decoded.stopped, generation.num_generated, context.num_tokens
             )
             text = decoded.text
             if reason is not None and not decoded.stopped:
                 text += generation.decoder.finish()
-        except (ValueError, EngineError) as error:  # one bad stream must not touch the others (case B8)
+        except (
+            ValueError,
+            EngineError,
+        ) as error:  # one bad stream must not touch the others (case B8)
             _log.exception("detokeniser failed", session_id=context.session_id)
             fault = EngineFault(FaultCode.INTERNAL, f"detokeniser failed: {error}")
             self._end(context, FinishReason.ERROR, fault)
@@ -453,21 +412,6 @@ class StepLoop:
         )
         if reason is not None:
             self._detach(context)
-
-    def _finish_reason(
-        self, request: Request, token_id: int, stopped: bool, num_generated: int, log_len: int
-    ) -> FinishReason | None:
-        sampling = request.sampling
-        ends = token_id in sampling.stop_token_ids or (
-            token_id in self._eos and not sampling.ignore_eos
-        )
-        if stopped or ends:
-            return FinishReason.STOP
-        if sampling.max_tokens and num_generated >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if log_len >= self.model_info.context_len:
-            return FinishReason.LENGTH
-        return None
 
     def _expire(self, now: float) -> None:
         for context in list(self._scheduler.generations()):

@@ -1,8 +1,8 @@
 """Typed errors of the kernels. A wrong argument names op, argument, what is expected, what came.
 
-    KernelError
-      ├─ InvalidArgument    the caller's mistake; nothing was computed or written
-      └─ UnknownBackend     an override or a device type that no backend serves
+KernelError
+  ├─ InvalidArgument    the caller's mistake; nothing was computed or written
+  └─ UnknownBackend     an override or a device type that no backend serves
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The truth: every op in plain torch, as its definition reads, accumulating in fp32 (fp64 for fp64 inputs).
+"""The truth: every op in plain torch, as its definition reads.
 
-Slow on purpose, and never rewritten for speed. What a backend computes is judged against this.
+Accumulates in fp32, in fp64 for fp64 inputs. Slow on purpose, and never rewritten for speed: what a
+backend computes is judged against this. Contracts are in `ops`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Rotate-half RoPE; angles, sine and cosine in fp64, result in x's wide dtype. x [M, heads, D]."""
+    """Rotate-half RoPE (Su et al. 2021) of x [M, heads, D]: fp64 angles, result in x's wide dtype.
+
+    Also what attention turns its queries with, which are not rounded to x's dtype on the way.
+    """
     angles = torch.outer(positions.double(), inv_freq.double())
     wide = _wide(x)
     cos = angles.cos().to(wide.dtype)[:, None]
@@ -102,7 +106,7 @@ def paged_attention(
 
 
 def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts over disjoint keys → the whole: weights exp(lse_p − lse). outs [P, M, H, D], lses [P, M, H]."""
+    """Parts over disjoint keys → the whole, by weights exp(lse_p − lse)."""
     lse = torch.logsumexp(lses, dim=0)
     safe = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
     weights = torch.exp(lses - safe)[..., None]
@@ -114,12 +118,11 @@ def merge_attention(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tenso
 def route(
     logits: torch.Tensor, top_k: int, renormalize: bool, scoring: str, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [M, E] → (weights [M, k], expert ids [M, k]) in descending score, ties by lowest index."""
+    """Scores, top-k by descending score with ties to the lowest index, weights of the chosen."""
     wide = _wide(logits)
     scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
-    # Softmax may round two different logits to one probability: the order is the logits'.
-    ranking = wide if scoring == "softmax" else scores
-    ranking = ranking if bias is None else scores + bias
+    # Scoring may round two different logits to one score: without a bias the order is the logits'.
+    ranking = wide if bias is None else scores + bias
     ids = torch.sort(ranking, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, ids)
     if renormalize:

@@ -166,10 +166,9 @@ class PrefixCache:
         Where blocks were evicted since `match`, the table is shorter: its `num_committed` is what
         counts.
         """
-        if isinstance(match_or_lineage, Lineage):
-            match = self.match(match_or_lineage, b"")
-        else:
-            match = match_or_lineage
+        match = match_or_lineage
+        if isinstance(match, Lineage):
+            match = self.match(match, b"")
         if match.version != self.tree.version:
             match = self.match(match.lineage, match.token_ids)
         table = BlockTable(match.lineage, self.tree.lock(match.lineage, match.position))

@@ -1,18 +1,18 @@
 """Typed errors of the prefix cache. Who is at fault is in the type.
 
-    CacheError
-    ├── InvalidInput           the caller's value breaks a stated rule
-    │   ├── InvalidSessionId
-    │   ├── TableReleased      a table that was released already, or that another cache made
-    │   └── CommitMismatch     the log does not continue what the table holds
-    ├── OutOfBlocks            the device pool cannot give the blocks; nothing was changed
-    ├── IntegrityError         our own books are wrong: a defect, never a caller's mistake
-    │   └── DoubleFree · ForeignBlock · NotLocked
-    ├── FrameMismatch          stored KV is not what was asked for: a miss, never fatal
-    ├── ManifestMismatch       the same for a manifest
-    └── StoreError             a tier is at fault
-        ├── StoreUnavailable · StoreTimeout · StoreFull · StoreRefused · FrameTooLarge
-        └── QueueFull · WorkersClosed
+CacheError
+├── InvalidInput           the caller's value breaks a stated rule
+│   ├── InvalidSessionId
+│   ├── TableReleased      a table that was released already, or that another cache made
+│   └── CommitMismatch     the log does not continue what the table holds
+├── OutOfBlocks            the device pool cannot give the blocks; nothing was changed
+├── IntegrityError         our own books are wrong: a defect, never a caller's mistake
+│   └── DoubleFree · ForeignBlock · NotLocked
+├── FrameMismatch          stored KV is not what was asked for: a miss, never fatal
+├── ManifestMismatch       the same for a manifest
+└── StoreError             a tier is at fault
+    ├── StoreUnavailable · StoreTimeout · StoreFull · StoreRefused · FrameTooLarge
+    └── QueueFull · WorkersClosed
 """
 
 from __future__ import annotations

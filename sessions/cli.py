@@ -51,7 +51,7 @@ def default_model_dir() -> Path:
 
 
 @app.command()
-def serve(  # noqa: PLR0917  (typer takes options as parameters)
+def serve(
     model: Annotated[
         Path | None,
         typer.Option(help="Folder with config.json, *.safetensors, tokenizer.json."),

@@ -142,12 +142,12 @@ class Run:
                 self._kill_and_restart()
 
     async def _while_the_slow_tool_runs(self) -> None:
-        assert self.session is not None  # noqa: S101
+        assert self.session is not None
         async with asyncio.timeout(30):
             await self.parked.wait()
         info = await self.session.get(inspect=True)
         seen = info.inspection
-        assert seen is not None  # noqa: S101
+        assert seen is not None
         held = seen.session_locked_blocks + seen.session_in_use_blocks
         self.checks.that(
             "while the slow tool runs the session holds 0 device blocks", held == 0, held

@@ -230,6 +230,7 @@ _FAULTS: dict[str, type[MoorageError]] = {
     "invalid": InvalidArgument,
     "too_long": ContextTooLong,
     "state": SessionBusy,
+    "busy": EngineBusy,
     "store": TierUnavailable,
     "numeric": TurnFailed,
     "internal": InternalError,

@@ -70,7 +70,7 @@ class ServerProcess:
                 env=os.environ | self._environment,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
-        assert self._process.stdout is not None  # noqa: S101
+        assert self._process.stdout is not None
         while (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([self._process.stdout], [], [], left)
             line = self._process.stdout.readline() if readable else ""

@@ -16,7 +16,7 @@ from moorage.engine import EngineConfig
 
 def make_checkpoint(directory: Path, *, seed: int = 0, **changes: object) -> Path:
     """A random Qwen3-MoE of a few 100K parameters, saved by transformers, with the demo model's tokenizer."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     values: dict[str, object] = {
         "vocab_size": 2560,

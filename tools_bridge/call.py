@@ -44,7 +44,9 @@ class ToolCall:
         try:
             value = json.loads(self.arguments)
         except json.JSONDecodeError as error:
-            raise ToolArgumentsError(f"the arguments of {self.name} are not JSON: {error}") from error
+            raise ToolArgumentsError(
+                f"the arguments of {self.name} are not JSON: {error}"
+            ) from error
         if not isinstance(value, dict):
             raise ToolArgumentsError(
                 f"the arguments of {self.name} are {type(value).__name__}, expected an object"
@@ -78,7 +80,9 @@ def parse_tool_schema(value: object, path: str = "tool") -> ToolSchema:
         )
     description = tool.get("description", "")
     if not isinstance(description, str):
-        raise ToolSchemaError(f"{path}.description", f"is {type(description).__name__}, expected text")
+        raise ToolSchemaError(
+            f"{path}.description", f"is {type(description).__name__}, expected text"
+        )
     parameters = dict(_mapping(tool.get("parameters", {}), f"{path}.parameters"))
     parameters.setdefault("type", "object")
     if parameters["type"] != "object":
@@ -159,8 +163,12 @@ def _check_schema(schema: Mapping[str, Any], path: str, depth: int) -> None:
     properties = _mapping(schema.get("properties", {}), f"{path}.properties")
     for name, part in properties.items():
         if not isinstance(name, str) or not name:
-            raise ToolSchemaError(f"{path}.properties", f"has the name {_shown(name)}, expected text")
-        _check_schema(_mapping(part, f"{path}.properties.{name}"), f"{path}.properties.{name}", depth + 1)
+            raise ToolSchemaError(
+                f"{path}.properties", f"has the name {_shown(name)}, expected text"
+            )
+        _check_schema(
+            _mapping(part, f"{path}.properties.{name}"), f"{path}.properties.{name}", depth + 1
+        )
     required = schema.get("required", [])
     if not isinstance(required, list):
         raise ToolSchemaError(f"{path}.required", f"is {type(required).__name__}, expected a list")

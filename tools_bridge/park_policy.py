@@ -1,8 +1,9 @@
 """Whether a session's context leaves the device while it waits: a pure decision, so that it can be replayed and tested.
 
-The simplest honest rule for now. Parking frees device memory and costs one copy out and one copy in; keeping costs device
-memory for the whole wait. `auto` parks where the expected wait is longer than the park and resume that it would take, and
-whenever a human is waited for, whose turns take minutes. Measured costs per tool come with the policy that re-evaluates.
+The simplest honest rule for now. Parking frees device memory and costs one copy out and one copy in; keeping
+costs device memory for the whole wait. `auto` parks where the expected wait is longer than the park and resume
+that it would take, and whenever a human is waited for, whose turns take minutes. Measured costs per tool come
+with the policy that re-evaluates.
 """
 
 from __future__ import annotations
@@ -70,5 +71,9 @@ def decide(
         return RetentionDecision("keep", "the wait is unknown and tools are mostly quick")
     threshold = PAYBACK * (costs.park_s + costs.resume_s)
     if expected_wait_s > threshold:
-        return RetentionDecision("park", f"expected wait {expected_wait_s:g} s exceeds {threshold:g} s")
-    return RetentionDecision("keep", f"expected wait {expected_wait_s:g} s is below {threshold:g} s")
+        return RetentionDecision(
+            "park", f"expected wait {expected_wait_s:g} s exceeds {threshold:g} s"
+        )
+    return RetentionDecision(
+        "keep", f"expected wait {expected_wait_s:g} s is below {threshold:g} s"
+    )

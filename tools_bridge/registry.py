@@ -48,7 +48,9 @@ def tool_from_function(function: Callable[..., Any]) -> Tool:
         hints = typing.get_type_hints(function)
         signature = inspect.signature(function)
     except (TypeError, NameError, ValueError) as error:
-        raise ToolSignatureError(f"{name or function!r}: its signature cannot be read: {error}") from error
+        raise ToolSignatureError(
+            f"{name or function!r}: its signature cannot be read: {error}"
+        ) from error
     description, described = _docstring(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -89,7 +91,9 @@ class ToolRegistry:
         """One more tool."""
         tool = item if isinstance(item, Tool) else tool_from_function(item)
         if tool.schema.name in self._tools:
-            raise ToolSignatureError(f"a tool named {tool.schema.name} is there already: rename one")
+            raise ToolSignatureError(
+                f"a tool named {tool.schema.name} is there already: rename one"
+            )
         self._tools[tool.schema.name] = tool
         return tool
 
@@ -112,7 +116,9 @@ class ToolRegistry:
 
 
 def coerce_arguments(arguments: dict[str, Any], schema: ToolSchema) -> dict[str, Any]:
-    """Arguments as the schema's types. Text becomes a number or boolean only where the schema asks for one (case A17)."""
+    """Arguments as the schema's types. Text becomes a number or boolean only where the schema asks for one
+    (case A17).
+    """
     properties: dict[str, Any] = schema.parameters.get("properties", {})
     missing = [name for name in schema.parameters.get("required", []) if name not in arguments]
     if missing:
@@ -211,7 +217,9 @@ def _schema_of(hint: Any, where: str) -> dict[str, Any]:
         fields = typing.get_type_hints(hint)
         return {
             "type": "object",
-            "properties": {name: _schema_of(part, f"{where}.{name}") for name, part in fields.items()},
+            "properties": {
+                name: _schema_of(part, f"{where}.{name}") for name, part in fields.items()
+            },
             "required": _required_fields(hint, fields),
         }
     raise ToolSignatureError(
@@ -248,7 +256,9 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     described: dict[str, str] = {}
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?)+)", text, re.MULTILINE)
     if section:
-        for name, words in re.findall(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$", section.group(1), re.MULTILINE):
+        for name, words in re.findall(
+            r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$", section.group(1), re.MULTILINE
+        ):
             described[name] = words.strip()
         if description.startswith("Args:"):
             description = ""

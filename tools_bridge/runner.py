@@ -35,7 +35,9 @@ class ToolRunner:
         self._limits = limits or RunnerLimits()
         self._places = anyio.CapacityLimiter(self._limits.max_concurrency)
         self.num_abandoned_threads = 0
-        """Sync tools that ran into their deadline: Python cannot stop a thread, so it runs on and its result is dropped."""
+        """Sync tools that ran into their deadline: Python cannot stop a thread, so it runs on and its result is
+        dropped.
+        """
 
     async def run(self, call: ToolCall) -> ToolResult:
         """Run one call. Unknown tool, bad arguments, an exception and the deadline give error results; only

@@ -30,7 +30,7 @@ TILE_KEYS = 128
 """Cache indices of a key tile, rounded to whole blocks."""
 MAX_SCORES = 1 << 20
 """Scores held at once (4 MiB): what stays near the core is faster than fewer calls."""
-ROWS_AT_ONCE = 128
+ROWS_AT_ONCE = 256
 """Rows (queries × query heads of a KV head) of a block in a long prefill; the fastest measured."""
 MAX_LOADED = 1 << 21
 """Elements of the fp32 keys of sequences that run together (8 MiB)."""
@@ -61,7 +61,7 @@ class _Geometry:
     tile: int
 
 
-def paged_attention(  # noqa: PLR0917
+def paged_attention(
     query: torch.Tensor,
     layer_kv: torch.Tensor,
     block_tables: torch.Tensor,
@@ -145,7 +145,7 @@ def _row_blocks(
         yield start, min(start + step, num_queries)
 
 
-def _load(  # noqa: PLR0917
+def _load(
     sequences: list[int],
     lens: list[int],
     layer_kv: torch.Tensor,
@@ -195,7 +195,6 @@ def _attend(
         geometry.head_dim,
         geometry.tile,
     )
-    rows = num_queries * group
     num_tiles = int(positions.max()) // tile + 1
     keys, values = context.keys[:, :num_tiles], context.values[:, :num_tiles]
     scores = _scores(query, positions, keys, context.deltas, geometry)
@@ -230,7 +229,7 @@ def _scores(
     geometry: _Geometry,
 ) -> torch.Tensor:
     """[U, C, G, R, T], not masked; R = n · group, queries outermost."""
-    num_units, num_tiles, heads, tile, _ = keys.shape
+    num_units, num_tiles, _, tile, _ = keys.shape
     transposed = keys.transpose(-1, -2)
     if deltas is None:
         return _product(_rotated(query, positions, num_tiles, geometry), transposed)
@@ -288,9 +287,7 @@ def _by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _batched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     shape = left.shape[:-1]
-    product = torch.bmm(
-        left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
-    )
+    product = torch.bmm(left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:]))
     return product.view(*shape, right.shape[-1])
 
 

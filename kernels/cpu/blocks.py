@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from moorage.kernels import reference
-
 
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, layer_kv: torch.Tensor, slot_mapping: torch.Tensor

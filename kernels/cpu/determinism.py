@@ -89,7 +89,7 @@ def run(plan: RowPlan, product: Product, x: torch.Tensor, weight: torch.Tensor) 
         return product(pad_rows(x, plan.min_rows), weight)[..., :num_rows, :]
     tile = plan.min_rows
     x = pad_rows(x, num_rows + -num_rows % tile)
-    parts = [product(part, weight) for part in x.split(tile, dim=-2)]
+    parts = [product(part, weight) for part in torch.split(x, tile, dim=-2)]
     return torch.cat(parts, dim=-2)[..., :num_rows, :]
 
 
@@ -138,7 +138,8 @@ def _search(
     counts = [
         rows
         for index, rows in enumerate(_CHECKED_ROWS)
-        if rows <= _MOST_BATCHED_ROWS or len(_OFFSETS) * sum(_CHECKED_ROWS[: index + 1]) < affordable
+        if rows <= _MOST_BATCHED_ROWS
+        or len(_OFFSETS) * sum(_CHECKED_ROWS[: index + 1]) < affordable
     ]
     x, weight = cancelling_operands(dtype, width, num_outputs, max(counts) + max(_OFFSETS))
     for plan in (*map(RowPlan, _MIN_ROWS), RowPlan(TILE_ROWS, tiled=True)):

@@ -30,12 +30,16 @@ EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(10, 2500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        10, 2500, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def first_turn(engine: EngineHarness, length: int, seed: int, session: str = "s") -> list[int]:
     """A prompt and eight generated tokens; returns the log, whose last token has no KV yet."""
-    return prompt(length, seed) + engine.run(session, prompt(length, seed), sampling=EIGHT).token_ids
+    return (
+        prompt(length, seed) + engine.run(session, prompt(length, seed), sampling=EIGHT).token_ids
+    )
 
 
 @pytest.fixture
@@ -82,7 +86,9 @@ def test_d1_a_restarted_engine_resumes_from_redis(
     parked = first.park("s")
     assert parked.tier == "redis"
     log += prompt(8, 4)
-    second = start_engine(tiers=tiers)  # another engine, as after a restart: nothing but the manifest
+    second = start_engine(
+        tiers=tiers
+    )  # another engine, as after a restart: nothing but the manifest
     back = second.run("s", log, num_known=length + 7, manifest=parked.manifest, sampling=EIGHT)
     assert back.sources is not None
     assert (back.sources.redis, back.sources.recomputed) == (length + 7, 0)
@@ -93,7 +99,7 @@ def test_d1_a_restarted_engine_resumes_from_redis(
 def test_parking_a_second_session_on_the_same_prefix_adds_its_suffix_and_at_most_one_run(
     start_engine: Start, redis_server: RedisServer, redis_url: str
 ) -> None:
-    import redis  # noqa: PLC0415
+    import redis
 
     engine = start_engine(tiers=TierConfig(redis_url=redis_url))
     shared = prompt(640, 5)  # two whole runs of 256 tokens and half of a third
@@ -114,9 +120,12 @@ def test_parking_a_second_session_on_the_same_prefix_adds_its_suffix_and_at_most
 
 
 def test_kv_that_the_tier_lost_is_recomputed_and_said_so(
-    start_engine: Start, redis_server: RedisServer, redis_url: str, undisturbed: Callable[[list[int]], list[int]]
+    start_engine: Start,
+    redis_server: RedisServer,
+    redis_url: str,
+    undisturbed: Callable[[list[int]], list[int]],
 ) -> None:
-    import redis  # noqa: PLC0415
+    import redis
 
     engine = start_engine(tiers=TierConfig(redis_url=redis_url))
     log = first_turn(engine, 600, 8)
@@ -124,19 +133,22 @@ def test_kv_that_the_tier_lost_is_recomputed_and_said_so(
     client = redis.Redis.from_url(redis_url)
     private = [key for key in client.keys("moorage:*") if b":frame:" in key]
     client.delete(*private)
-    back = engine.run("s", log + [9], num_known=607, manifest=parked.manifest, sampling=EIGHT)
+    back = engine.run("s", [*log, 9], num_known=607, manifest=parked.manifest, sampling=EIGHT)
     assert back.sources is not None
     assert (back.sources.redis, back.sources.recomputed, back.sources.new) == (512, 95, 2)
     assert "not_stored" in back.sources.recomputed_reason
     assert back.forwarded_to_first == 95 + 2
-    assert back.token_ids == undisturbed(log + [9])
+    assert back.token_ids == undisturbed([*log, 9])
     client.close()
 
 
 def test_damaged_frames_and_manifests_are_misses(
-    start_engine: Start, redis_server: RedisServer, redis_url: str, undisturbed: Callable[[list[int]], list[int]]
+    start_engine: Start,
+    redis_server: RedisServer,
+    redis_url: str,
+    undisturbed: Callable[[list[int]], list[int]],
 ) -> None:
-    import redis  # noqa: PLC0415
+    import redis
 
     tiers = TierConfig(redis_url=redis_url)
     engine = start_engine(tiers=tiers)
@@ -146,7 +158,9 @@ def test_damaged_frames_and_manifests_are_misses(
     run_key = next(key for key in client.keys("moorage:*") if b":frame:" not in key)
     field, value = next(iter(client.hgetall(run_key).items()))
     client.hset(run_key, field, value[:-1] + bytes([value[-1] ^ 1]))
-    back = start_engine(tiers=tiers).run("s", log, num_known=307, manifest=parked.manifest, sampling=EIGHT)
+    back = start_engine(tiers=tiers).run(
+        "s", log, num_known=307, manifest=parked.manifest, sampling=EIGHT
+    )
     assert back.sources is not None
     assert (back.sources.redis, back.sources.recomputed) == (0, 307)
     assert "damaged" in back.sources.recomputed_reason
@@ -167,7 +181,13 @@ def test_d10_another_models_manifest_is_refused_and_recomputed(start_engine: Sta
         back = other.run("s", log, num_known=107, manifest=parked.manifest, sampling=EIGHT)
         assert back.sources is not None and (back.sources.host, back.sources.recomputed) == (0, 107)
         assert "another model" in back.sources.recomputed_reason
-    walled = engine.run("s2", log, num_known=107, manifest=parked.manifest, namespace=Namespace("tenant-b", "default"))
+    walled = engine.run(
+        "s2",
+        log,
+        num_known=107,
+        manifest=parked.manifest,
+        namespace=Namespace("tenant-b", "default"),
+    )
     assert walled.sources is not None and walled.sources.host == 0
     assert "namespace" in walled.sources.recomputed_reason
 
@@ -206,7 +226,9 @@ def test_a_session_that_comes_back_before_the_commit_keeps_its_blocks(start_engi
     log = first_turn(engine, 40, 13)
     prepared = engine.prepare_park("s", 1)
     assert isinstance(prepared, ParkPrepared)
-    request = engine.submit("s", log, num_known=47, sampling=SamplingParams(max_tokens=100, ignore_eos=True))
+    request = engine.submit(
+        "s", log, num_known=47, sampling=SamplingParams(max_tokens=100, ignore_eos=True)
+    )
     engine.until_tokens(request, 1)
     engine.engine.send(ParkCommitted("s", 1))
     done = engine.event(ParkDone)
@@ -214,7 +236,9 @@ def test_a_session_that_comes_back_before_the_commit_keeps_its_blocks(start_engi
     assert len(engine.finish(request).token_ids) == 100
 
 
-def test_a_shared_prefix_stays_on_the_device_while_another_session_holds_it(start_engine: Start) -> None:
+def test_a_shared_prefix_stays_on_the_device_while_another_session_holds_it(
+    start_engine: Start,
+) -> None:
     engine = start_engine()
     shared = prompt(160, 14)
     engine.run("s1", shared + prompt(20, 15), sampling=EIGHT)
@@ -233,7 +257,7 @@ def test_a_restore_ahead_of_the_turn_leaves_only_new_tokens_to_it(start_engine: 
     restored = engine.event(RestoreDone)
     assert isinstance(restored, RestoreDone) and restored.error is None
     assert (restored.sources.host, restored.sources.recomputed) == (307, 0)
-    back = engine.run("s", log + [5], num_known=307, manifest=parked.manifest, sampling=EIGHT)
+    back = engine.run("s", [*log, 5], num_known=307, manifest=parked.manifest, sampling=EIGHT)
     assert back.sources is not None and (back.sources.device, back.sources.new) == (307, 2)
 
 
@@ -241,7 +265,9 @@ def test_parking_what_runs_or_holds_nothing_is_refused_with_a_reason(start_engin
     engine = start_engine()
     nothing = engine.prepare_park("unknown", 1)
     assert isinstance(nothing, ParkRefused) and nothing.error.code is FaultCode.STATE
-    busy = engine.submit("s", prompt(20, 18), sampling=SamplingParams(max_tokens=300, ignore_eos=True))
+    busy = engine.submit(
+        "s", prompt(20, 18), sampling=SamplingParams(max_tokens=300, ignore_eos=True)
+    )
     engine.until_tokens(busy, 1)
     running = engine.prepare_park("s", 1)
     assert isinstance(running, ParkRefused) and "generates" in running.error.message
@@ -250,8 +276,10 @@ def test_parking_what_runs_or_holds_nothing_is_refused_with_a_reason(start_engin
     assert isinstance(no_redis, ParkRefused) and "--redis" in no_redis.error.message
 
 
-def test_close_lets_go_of_blocks_and_frames(start_engine: Start, redis_server: RedisServer, redis_url: str) -> None:
-    import redis  # noqa: PLC0415
+def test_close_lets_go_of_blocks_and_frames(
+    start_engine: Start, redis_server: RedisServer, redis_url: str
+) -> None:
+    import redis
 
     engine = start_engine(tiers=TierConfig(redis_url=redis_url))
     first_turn(engine, 40, 19)
@@ -272,15 +300,18 @@ def test_park_and_resume_many_times_leaks_nothing(start_engine: Start) -> None:
     expected = {name: list(log) for name, log in logs.items()}
     reference = start_engine(num_blocks=256)
     for round_ in range(1, 6):
-        for name in logs:
+        for name, log in logs.items():
             back = engine.run(
-                name, logs[name], num_known=known[name], manifest=manifests.get(name), sampling=EIGHT
+                name, log, num_known=known[name], manifest=manifests.get(name), sampling=EIGHT
             )
             assert back.sources is not None and back.sources.recomputed == 0
-            logs[name] += back.token_ids
-            expected[name] += reference.run(name, expected[name], num_known=max(0, len(expected[name]) - 1), sampling=EIGHT).token_ids
-            assert logs[name] == expected[name]
-            known[name] = len(logs[name]) - 1
+            log.extend(back.token_ids)
+            past = expected[name]
+            past += reference.run(
+                name, past, num_known=max(0, len(past) - 1), sampling=EIGHT
+            ).token_ids
+            assert log == past
+            known[name] = len(log) - 1
             manifests[name] = engine.park(name, round_).manifest
     seen = engine.inspect()
     assert seen.free_blocks == seen.total_blocks == 24

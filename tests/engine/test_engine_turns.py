@@ -21,7 +21,9 @@ EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(10, 2500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        10, 2500, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def test_eight_decoding_sessions_take_one_forward_pass_a_step(start_engine: Start) -> None:
@@ -34,7 +36,9 @@ def test_eight_decoding_sessions_take_one_forward_pass_a_step(start_engine: Star
     # 8 tokens each: at most two passes hold prefills (submissions may fall in two steps), the rest is shared.
     assert statistics.forward_passes <= 8 + 7
     alone = [start_engine().run("s", prompt(20, i), sampling=EIGHT) for i in range(2)]
-    assert [outcome.token_ids for outcome in outcomes[:2]] == [outcome.token_ids for outcome in alone]
+    assert [outcome.token_ids for outcome in outcomes[:2]] == [
+        outcome.token_ids for outcome in alone
+    ]
 
 
 def test_c22_the_next_turn_computes_only_its_new_tokens(start_engine: Start) -> None:
@@ -64,20 +68,26 @@ def test_another_session_of_the_same_tenant_shares_the_prefix_and_another_tenant
     assert other.token_ids == adapter.token_ids == same.token_ids
 
 
-def test_one_long_context_is_one_node_and_a_divergence_inside_it_one_split(start_engine: Start) -> None:
+def test_one_long_context_is_one_node_and_a_divergence_inside_it_one_split(
+    start_engine: Start,
+) -> None:
     engine = start_engine(num_blocks=300, token_budget=256)
     context = prompt(1000, 6)
     engine.run("s1", context, sampling=SamplingParams(max_tokens=1, ignore_eos=True))
     seen = engine.inspect("s1")
     assert (seen.num_nodes, seen.num_splits) == (1, 0)
-    engine.run("s2", context[:505] + prompt(300, 7), sampling=SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.run(
+        "s2", context[:505] + prompt(300, 7), sampling=SamplingParams(max_tokens=1, ignore_eos=True)
+    )
     seen = engine.inspect("s2")
     assert seen.num_splits == 1
     assert seen.num_nodes == 3  # shared part, and two branches
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
-def test_c14_a_fully_cached_prompt_still_computes_its_last_token(start_engine: Start, length: int) -> None:
+def test_c14_a_fully_cached_prompt_still_computes_its_last_token(
+    start_engine: Start, length: int
+) -> None:
     engine = start_engine()
     tokens = prompt(length, 8)
     cold = engine.run("s1", tokens, sampling=EIGHT)
@@ -89,7 +99,9 @@ def test_c14_a_fully_cached_prompt_still_computes_its_last_token(start_engine: S
 @pytest.mark.parametrize(("length", "outcome"), [(15, 1), (16, None), (17, None)])
 def test_e9_the_window_is_exact(start_engine: Start, length: int, outcome: int | None) -> None:
     engine = start_engine(context_len=16)
-    result = engine.run("s", prompt(length, 9), sampling=SamplingParams(max_tokens=10, ignore_eos=True))
+    result = engine.run(
+        "s", prompt(length, 9), sampling=SamplingParams(max_tokens=10, ignore_eos=True)
+    )
     if outcome is None:
         assert result.error is not None and result.error.code is FaultCode.TOO_LONG
         assert "16" in result.error.message and str(length) in result.error.message
@@ -101,7 +113,9 @@ def test_an_abort_ends_one_request_within_a_step_and_no_other(start_engine: Star
     engine = start_engine()
     long = SamplingParams(max_tokens=400, ignore_eos=True)
     victim = engine.submit("s1", prompt(30, 10), sampling=long)
-    other = engine.submit("s2", prompt(30, 11), sampling=SamplingParams(max_tokens=12, ignore_eos=True))
+    other = engine.submit(
+        "s2", prompt(30, 11), sampling=SamplingParams(max_tokens=12, ignore_eos=True)
+    )
     engine.until_tokens(victim, 3)
     ended = engine.abort(victim)
     assert ended.finish_reason is FinishReason.CANCELLED
@@ -117,7 +131,9 @@ def test_c17_an_aborted_prefill_leaves_nothing_wrong_behind(start_engine: Start)
     tokens = prompt(64, 12)
     cold = start_engine().run("s", tokens, sampling=EIGHT)
     engine = start_engine(token_budget=16, max_running=4)
-    busy = engine.submit("busy", prompt(20, 13), sampling=SamplingParams(max_tokens=300, ignore_eos=True))
+    busy = engine.submit(
+        "busy", prompt(20, 13), sampling=SamplingParams(max_tokens=300, ignore_eos=True)
+    )
     engine.until_tokens(busy, 1)
     victim = engine.submit("s", tokens, sampling=EIGHT)
     engine.abort(victim)
@@ -129,7 +145,9 @@ def test_c17_an_aborted_prefill_leaves_nothing_wrong_behind(start_engine: Start)
 def test_a_deadline_ends_a_request_and_keeps_the_session(start_engine: Start) -> None:
     engine = start_engine()
     log = prompt(40, 14)
-    late = engine.run("s", log, sampling=SamplingParams(max_tokens=800, ignore_eos=True), deadline_s=0.0)
+    late = engine.run(
+        "s", log, sampling=SamplingParams(max_tokens=800, ignore_eos=True), deadline_s=0.0
+    )
     assert late.finish_reason is FinishReason.DEADLINE
     assert engine.run("s", log, sampling=EIGHT).finish_reason is FinishReason.LENGTH
 
@@ -174,9 +192,9 @@ def test_seeded_sampling_is_a_function_of_seed_and_position(start_engine: Start)
 def test_a_generation_that_had_ended_before_a_crash_says_so_at_once(start_engine: Start) -> None:
     engine = start_engine()
     log = prompt(20, 41)
-    outcome = engine.run("s", log + [5, 6], num_prompt=20, sampling=SamplingParams(max_tokens=2))
+    outcome = engine.run("s", [*log, 5, 6], num_prompt=20, sampling=SamplingParams(max_tokens=2))
     assert (outcome.token_ids, outcome.finish_reason) == ([], FinishReason.LENGTH)
-    ended = engine.run("t", log + [2], num_prompt=20, sampling=SamplingParams(max_tokens=9))
+    ended = engine.run("t", [*log, 2], num_prompt=20, sampling=SamplingParams(max_tokens=9))
     assert (ended.token_ids, ended.finish_reason) == ([], FinishReason.STOP)
 
 
@@ -191,7 +209,9 @@ def test_bad_requests_are_refused_with_value_and_limit(start_engine: Start) -> N
         outcome = engine.run("s", prompt(5, 1), **changes)
         assert outcome.error is not None and outcome.error.code is FaultCode.INVALID
         assert words in outcome.error.message
-    busy = engine.submit("s", prompt(5, 1), sampling=SamplingParams(max_tokens=200, ignore_eos=True))
+    busy = engine.submit(
+        "s", prompt(5, 1), sampling=SamplingParams(max_tokens=200, ignore_eos=True)
+    )
     second = engine.run("s", prompt(5, 1))
     assert second.error is not None and second.error.code is FaultCode.STATE
     engine.abort(busy)

@@ -23,7 +23,14 @@ class Run:
         config = load_model_config(model_dir)
         attention = config.attention
         self.decoder = Decoder(config, load_weights(model_dir, config, dtype))
-        shape = (num_blocks, len(config.layers), 2, attention.num_kv_heads, BLOCK, attention.head_dim)
+        shape = (
+            num_blocks,
+            len(config.layers),
+            2,
+            attention.num_kv_heads,
+            BLOCK,
+            attention.head_dim,
+        )
         self.pool = torch.full(shape, float("nan"), dtype=dtype)
 
     def step(self, *parts: tuple[list[int], int, list[int]]) -> torch.Tensor:
@@ -38,23 +45,29 @@ class Run:
         ]
         ends = torch.tensor([len(tokens) for tokens, _, _ in parts]).cumsum(0).tolist()
         batch = AttentionBatch(
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for _, _, table in parts]),
+            block_tables=torch.tensor(
+                [table + [0] * (width - len(table)) for _, _, table in parts]
+            ),
             block_deltas=None,
             context_lens=torch.tensor([first + len(tokens) for tokens, first, _ in parts]),
             cu_seqlens=torch.tensor([0, *ends]),
             slot_mapping=torch.tensor(slots),
         )
         with torch.inference_mode():
-            hidden = self.decoder.forward(torch.tensor(ids), torch.tensor(positions), batch, self.pool)
+            hidden = self.decoder.forward(
+                torch.tensor(ids), torch.tensor(positions), batch, self.pool
+            )
             return self.decoder.logits(hidden)
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(10, 2500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        10, 2500, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 def transformers_logits(model_dir: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
-    from transformers import Qwen3MoeForCausalLM  # noqa: PLC0415
+    from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
     with torch.inference_mode():
@@ -89,7 +102,9 @@ def test_bf16_logits_are_about_as_near_to_fp32_as_transformers_bf16() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_any_chunking_and_any_batch_gives_the_same_bits(tiny_checkpoint: Path, dtype: torch.dtype) -> None:
+def test_any_chunking_and_any_batch_gives_the_same_bits(
+    tiny_checkpoint: Path, dtype: torch.dtype
+) -> None:
     ids, other = prompt(70, 3), prompt(41, 4)
     table, other_table = [9, 3, 12, 1, 30], [2, 4, 6]
     whole_run = Run(tiny_checkpoint, dtype)
@@ -106,7 +121,7 @@ def test_any_chunking_and_any_batch_gives_the_same_bits(tiny_checkpoint: Path, d
 
 
 def test_i1_the_renormalise_flag_of_the_checkpoint_is_honoured(tmp_path: Path) -> None:
-    from conftest_engine import make_checkpoint  # noqa: PLC0415
+    from conftest_engine import make_checkpoint
 
     ids = prompt(20, 5)
     for flag in (True, False):

@@ -61,7 +61,9 @@ MESSAGES = [
             plan.SequencePlan("r2", pack_tokens([6, 7]), 0, (1,), (), request.SamplingParams()),
         ),
     ),
-    plan.StepResult(4, (plan.SequenceResult("r1", 1, None, FAULT), plan.SequenceResult("r2", 2, 8))),
+    plan.StepResult(
+        4, (plan.SequenceResult("r1", 1, None, FAULT), plan.SequenceResult("r2", 2, 8))
+    ),
 ]
 
 
@@ -74,7 +76,10 @@ def test_every_border_message_comes_back_equal(message: object) -> None:
 
 def test_every_command_and_event_type_is_covered() -> None:
     covered = {type(message) for message in MESSAGES} | {
-        type(event) for message in MESSAGES if isinstance(message, output.StepOutput) for event in message.events
+        type(event)
+        for message in MESSAGES
+        if isinstance(message, output.StepOutput)
+        for event in message.events
     }
     commands = set(request.Command.__args__)
     events = set(output.EngineEvent.__args__)

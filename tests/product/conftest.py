@@ -12,7 +12,9 @@ from moorage.sessions.server_process import ServerProcess
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[ServerProcess]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+) -> Iterator[ServerProcess]:
     process = ServerProcess(
         tmp_path_factory.mktemp("server"), redis=redis_server.url, fill_freed_with_nan=True
     )

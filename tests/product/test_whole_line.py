@@ -38,7 +38,10 @@ def test_eight_sessions_decode_in_one_forward_pass_a_step(server: ServerProcess)
             long = Sampling(temperature=0.0, max_tokens=64, ignore_eos=True)
             before = (await client.inspect_engine()).engine
             ends = await asyncio.gather(
-                *(turn(s, prompt=f"Hello number {i}", sampling=long) for i, s in enumerate(sessions))
+                *(
+                    turn(s, prompt=f"Hello number {i}", sampling=long)
+                    for i, s in enumerate(sessions)
+                )
             )
             after = (await client.inspect_engine()).engine
             assert [end.usage.num_generated for end in ends] == [64] * 8
@@ -52,7 +55,9 @@ def test_eight_sessions_decode_in_one_forward_pass_a_step(server: ServerProcess)
     run(scenario())
 
 
-def test_a_2k_context_is_one_or_two_nodes_and_a_divergence_one_split(own_server: ServerProcess) -> None:
+def test_a_2k_context_is_one_or_two_nodes_and_a_divergence_one_split(
+    own_server: ServerProcess,
+) -> None:
     async def scenario() -> None:
         async with Client(own_server.address) as client:
             session = await client.create(park_policy="never")
@@ -137,7 +142,9 @@ def test_d1_a_parked_session_survives_a_restart_with_its_kv(own_server: ServerPr
     run(scenario())
 
 
-def test_unknown_sessions_and_bad_values_have_typed_errors_and_the_server_goes_on(server: ServerProcess) -> None:
+def test_unknown_sessions_and_bad_values_have_typed_errors_and_the_server_goes_on(
+    server: ServerProcess,
+) -> None:
     async def scenario() -> None:
         async with Client(server.address) as client:
             with pytest.raises(SessionNotFound, match="no-such-session"):
@@ -147,7 +154,9 @@ def test_unknown_sessions_and_bad_values_have_typed_errors_and_the_server_goes_o
             session = await client.create()
             with pytest.raises(MoorageError, match="4096"):
                 await turn(session, token_ids=[11] * 4200, sampling=SHORT)
-            with pytest.raises(InvalidArgument, match=r"tokens.ids\[0\] is 999999, allowed is 0 … 2559"):
+            with pytest.raises(
+                InvalidArgument, match=r"tokens.ids\[0\] is 999999, allowed is 0 … 2559"
+            ):
                 await turn(session, token_ids=[999_999], sampling=SHORT)
             end = await turn(session, prompt="Hello.", sampling=SHORT)
             assert end.usage.num_generated == 8
@@ -174,10 +183,15 @@ def test_the_tool_loop_by_hand_over_events(server: ServerProcess) -> None:
                 ],
             )
             seen: list[Any] = []
-            async for event in session.generate("What is 17 * 23?", sampling=Sampling(temperature=0.0, max_tokens=64)):
+            async for event in session.generate(
+                "What is 17 * 23?", sampling=Sampling(temperature=0.0, max_tokens=64)
+            ):
                 seen.append(event)
                 if isinstance(event, ToolCallReady):
-                    assert (event.name, event.arguments) == ("calculator", '{"expression": "17 * 23"}')
+                    assert (event.name, event.arguments) == (
+                        "calculator",
+                        '{"expression": "17 * 23"}',
+                    )
                     assert await session.submit_tool_results({event.call_id: "391"}) == ()
                     # Delivered again: accepted once, answered the same.
                     assert await session.submit_tool_results({event.call_id: "391"}) == ()

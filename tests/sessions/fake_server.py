@@ -1,4 +1,6 @@
-"""A server process with the fake engine: `fake_server.py DATA_DIR HOST:PORT`. Killed and restarted by tests."""
+"""A server process with the fake engine: `fake_server.py DATA_DIR HOST:PORT`. Killed and restarted
+by tests.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def agent(prompt: str) -> str:
 
 
 class PacedEngine(FakeEngine):
-    """Some milliseconds a step, so that a kill can fall into the middle of a turn; can end by itself."""
+    """Some milliseconds a step, so that a kill can fall into the middle of a turn; can end by
+    itself.
+    """
 
     def start(self, on_step: Callable[[StepOutput], None]) -> None:
         pause = float(os.environ.get("FAKE_STEP_S", "0"))

@@ -77,5 +77,5 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Until `condition` holds; the scenario's own bound ends it otherwise."""
-    while not condition():  # noqa: ASYNC110  (the engine thread sets it)
+    while not condition():
         await asyncio.sleep(0.002)

@@ -1,4 +1,6 @@
-"""Cancelling, overlapping turns, dropped streams: one terminal event a turn, and the session stays usable."""
+"""Cancelling, overlapping turns, dropped streams: one terminal event a turn, and the session stays
+usable.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, Tiers
+from fake_server import PacedEngine
 from session_harness import eventually, harbour, run
 from test_cancel import ends, queued, step, text_of
 from test_tool_loop import calculator, calls_ready, kinds, start
@@ -110,9 +111,13 @@ def test_results_that_were_durable_continue_without_being_sent_again(tmp_path: P
     run(scenario())
 
 
-def test_a_commit_that_fails_loses_no_token_and_repeats_none(tmp_path: Path) -> None:
+def test_a_commit_that_fails_loses_no_token_and_repeats_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP_S", "0.001")
+
     async def scenario() -> None:
-        engine = FakeEngine(lambda prompt: "x" * 300)
+        engine = PacedEngine(lambda prompt: "x" * 300)
         async with harbour(tmp_path, engine) as h:
             session = await h.client.create(park_policy="never")
             failpoints.arm_from_environment("store.before_commit:error:5")
@@ -243,7 +248,9 @@ class Server:
         return self._process.wait(10)
 
 
-async def _dialogue(tmp_path: Path, kill_at: str | None) -> tuple[tuple[Event, ...], int, list[int]]:
+async def _dialogue(
+    tmp_path: Path, kill_at: str | None
+) -> tuple[tuple[Event, ...], int, list[int]]:
     """One turn with a tool; the server is killed while it runs, or in mid-decode."""
     server = Server(tmp_path, FAKE_STEP_S="0.001")
     address, runs = server.address, 0
@@ -283,7 +290,9 @@ async def _dialogue(tmp_path: Path, kill_at: str | None) -> tuple[tuple[Event, .
 
 
 @pytest.mark.parametrize("kill_at", ["tool", "decode"])
-def test_a_killed_server_costs_no_event_and_no_second_tool_run(tmp_path: Path, kill_at: str) -> None:
+def test_a_killed_server_costs_no_event_and_no_second_tool_run(
+    tmp_path: Path, kill_at: str
+) -> None:
     async def scenario() -> None:
         undisturbed, _, ids = await _dialogue(tmp_path / "undisturbed", None)
         events, runs, ids_killed = await _dialogue(tmp_path / "killed", kill_at)
@@ -300,7 +309,8 @@ def test_a_killed_server_costs_no_event_and_no_second_tool_run(tmp_path: Path, k
 
 
 @pytest.mark.parametrize(
-    "point", ["store.before_commit:kill:12", "store.after_commit:kill:12", "engine.before_submit:kill"]
+    "point",
+    ["store.before_commit:kill:12", "store.after_commit:kill:12", "engine.before_submit:kill"],
 )
 def test_a_server_that_dies_at_a_failpoint_leaves_a_turn_that_goes_on(
     tmp_path: Path, point: str

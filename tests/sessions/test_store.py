@@ -148,9 +148,7 @@ def test_a_failure_inside_a_commit_changes_nothing_and_the_next_one_works(
     store.commit([SessionWrite(ROW)])
     log = TokenLog()
     log.input(1, [7], "tokens")
-    write = SessionWrite(
-        grown(ROW, log), log.take_rows(), (CALL,), ManifestChange(b"new manifest")
-    )
+    write = SessionWrite(grown(ROW, log), log.take_rows(), (CALL,), ManifestChange(b"new manifest"))
     failpoints.arm_from_environment(f"{name}:error")
     try:
         with pytest.raises(StoreUnavailable, match=name):
@@ -199,7 +197,9 @@ def test_d5_a_kill_leaves_the_old_version_or_the_new_one(tmp_path: Path, name: s
     )
     assert done.returncode == -signal.SIGKILL
     store = SqliteStore(tmp_path)
-    expected = (2, True, b"m1", (CALL,), 2) if name == "store.after_commit" else (1, False, None, (), 0)
+    expected = (
+        (2, True, b"m1", (CALL,), 2) if name == "store.after_commit" else (1, False, None, (), 0)
+    )
     for session_id in ("s-1", "s-2"):
         found = store.load(session_id)
         assert found is not None

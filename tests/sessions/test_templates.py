@@ -168,7 +168,9 @@ def test_an_unknown_role_names_its_field() -> None:
 
 
 def test_a_template_that_rewrites_what_came_before_is_refused() -> None:
-    count = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    count = ChatTemplate(
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     with pytest.raises(TemplateError, match="not prefix-stable"):
         count.extension([user("x")])
     forgetful = ChatTemplate("{{ messages[-1].content }}")

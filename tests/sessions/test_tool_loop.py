@@ -1,4 +1,6 @@
-"""The whole tool loop over real gRPC: calls, parks, results, resumes, and the numbers that go with them."""
+"""The whole tool loop over real gRPC: calls, parks, results, resumes, and the numbers that go with
+them.
+"""
 
 from __future__ import annotations
 

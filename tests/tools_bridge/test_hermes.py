@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random as random_module
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -37,7 +38,9 @@ def parse(pieces: Iterable[str], *, truncated: bool = False, **options: bool) ->
             if piece.name is not None:
                 assert piece.index not in parsed.names, "the name comes once"
                 parsed.names[piece.index] = piece.name
-            parsed.streamed[piece.index] = parsed.streamed.get(piece.index, "") + piece.arguments_delta
+            parsed.streamed[piece.index] = (
+                parsed.streamed.get(piece.index, "") + piece.arguments_delta
+            )
             piece.arguments_delta.encode()  # never half a surrogate pair
             if piece.failed:
                 parsed.failed.add(piece.index)
@@ -64,15 +67,47 @@ SAMPLES = [
     ("Let me look.\n" + OSLO, "Let me look.", [("get_weather", '{"city":"Oslo"}')]),
     (OSLO + "\nDone.", "\nDone.", [("get_weather", '{"city":"Oslo"}')]),
     (OSLO + "\n" + OSLO, "", [("get_weather", '{"city":"Oslo"}')] * 2),
-    (OSLO + "\n\n" + call("add", '{"a": 1, "b": 2}') + "\n", "", [("get_weather", '{"city":"Oslo"}'), ("add", '{"a": 1, "b": 2}')]),
-    (call("a", "{}") + call("b", "{}") + call("c", "{}"), "", [("a", "{}"), ("b", "{}"), ("c", "{}")]),
-    ("one " + call("a", "{}") + " two " + call("b", "{}") + " three", "one two three", [("a", "{}"), ("b", "{}")]),
+    (
+        OSLO + "\n\n" + call("add", '{"a": 1, "b": 2}') + "\n",
+        "",
+        [("get_weather", '{"city":"Oslo"}'), ("add", '{"a": 1, "b": 2}')],
+    ),
+    (
+        call("a", "{}") + call("b", "{}") + call("c", "{}"),
+        "",
+        [("a", "{}"), ("b", "{}"), ("c", "{}")],
+    ),
+    (
+        "one " + call("a", "{}") + " two " + call("b", "{}") + " three",
+        "one two three",
+        [("a", "{}"), ("b", "{}")],
+    ),
     ('<tool_call>{"name": "ping"}</tool_call>', "", [("ping", "{}")]),
-    ('<tool_call> {"arguments": {"x": 1}, "name": "late"} </tool_call>', "", [("late", '{"x": 1}')]),
-    ('<tool_call>{"name":"log","arguments":{"message":"}Z"}}</tool_call>', "", [("log", '{"message":"}Z"}')]),
-    (r'<tool_call>{"name":"log","arguments":{"note":"q]r \" }"}}</tool_call>', "", [("log", r'{"note":"q]r \" }"}')]),
-    ('<tool_call>{"name":"log","arguments":{"t":"</tool_call>"}}</tool_call>', "", [("log", '{"t":"</tool_call>"}')]),
-    ('<tool_call>{"name":"log","arguments":{"t":"<tool_call>"}}</tool_call>', "", [("log", '{"t":"<tool_call>"}')]),
+    (
+        '<tool_call> {"arguments": {"x": 1}, "name": "late"} </tool_call>',
+        "",
+        [("late", '{"x": 1}')],
+    ),
+    (
+        '<tool_call>{"name":"log","arguments":{"message":"}Z"}}</tool_call>',
+        "",
+        [("log", '{"message":"}Z"}')],
+    ),
+    (
+        r'<tool_call>{"name":"log","arguments":{"note":"q]r \" }"}}</tool_call>',
+        "",
+        [("log", r'{"note":"q]r \" }"}')],
+    ),
+    (
+        '<tool_call>{"name":"log","arguments":{"t":"</tool_call>"}}</tool_call>',
+        "",
+        [("log", '{"t":"</tool_call>"}')],
+    ),
+    (
+        '<tool_call>{"name":"log","arguments":{"t":"<tool_call>"}}</tool_call>',
+        "",
+        [("log", '{"t":"<tool_call>"}')],
+    ),
     (call("rows", '{"rows":[{"k":7},{"k":8}]}'), "", [("rows", '{"rows":[{"k":7},{"k":8}]}')]),
     (call("deep", '{"a":{"b":[[{"c":{}}]]}}'), "", [("deep", '{"a":{"b":[[{"c":{}}]]}}')]),
     (call("u", r'{"t":"caf\u00e9 \ud83d\ude00"}'), "", [("u", r'{"t":"caf\u00e9 \ud83d\ude00"}')]),
@@ -80,20 +115,50 @@ SAMPLES = [
     ("I will wrap it in <tool_call> tags.", "I will wrap it in <tool_call> tags.", []),
     ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
     ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-    ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', []),
-    ('<tool_call>{"name": "f"} extra</tool_call> on', '<tool_call>{"name": "f"} extra</tool_call> on', []),
+    (
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [],
+    ),
+    (
+        '<tool_call>{"name": "f"} extra</tool_call> on',
+        '<tool_call>{"name": "f"} extra</tool_call> on',
+        [],
+    ),
     ('<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
-    ('```json\n{"name":"rm","arguments":{"p":"/"}}\n```\nas you asked', '```json\n{"name":"rm","arguments":{"p":"/"}}\n```\nas you asked', []),
-    ("a < b, <tool, </tool_call> and <tool_calls>", "a < b, <tool, </tool_call> and <tool_calls>", []),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}', '<tool_call>{"name": "f", "arguments": {"a": 1}', []),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}', '<tool_call>{"name": "f", "arguments": {"a": 1}}', []),
-    ('<tool_call>{"name": "f", "n": null, "x": 1.5e3, "arguments": {"a": true}}</tool_call>', "", [("f", '{"a": true}')]),
+    (
+        '```json\n{"name":"rm","arguments":{"p":"/"}}\n```\nas you asked',
+        '```json\n{"name":"rm","arguments":{"p":"/"}}\n```\nas you asked',
+        [],
+    ),
+    (
+        "a < b, <tool, </tool_call> and <tool_calls>",
+        "a < b, <tool, </tool_call> and <tool_calls>",
+        [],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}',
+        [],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}',
+        [],
+    ),
+    (
+        '<tool_call>{"name": "f", "n": null, "x": 1.5e3, "arguments": {"a": true}}</tool_call>',
+        "",
+        [("f", '{"a": true}')],
+    ),
     ("tail <tool_", "tail <tool_", []),
 ]
 
 
 def test_a1_a_call_in_three_pieces_is_one_call_without_tag_text() -> None:
-    parsed = parse(['<tool_call>\n{"name":"get_weather","arguments":{"city":"Oslo', '"}}\n</tool', "_call>"])
+    parsed = parse(
+        ['<tool_call>\n{"name":"get_weather","arguments":{"city":"Oslo', '"}}\n</tool', "_call>"]
+    )
     assert parsed.streamed == {0: '{"city":"Oslo"}'}
     assert parsed.calls == [(0, "get_weather", '{"city":"Oslo"}')]
     assert parsed.text == ""
@@ -120,7 +185,14 @@ def test_a4_empty_arguments_do_not_leak_into_the_next_call() -> None:
 
 
 def test_a5_nested_json_over_awkward_cuts() -> None:
-    pieces = ['<tool_call>{"name":"r","arguments":', '{"rows":', '[{"', 'k":7},{"k', '":8}]}', "}</tool_call>"]
+    pieces = [
+        '<tool_call>{"name":"r","arguments":',
+        '{"rows":',
+        '[{"',
+        'k":7},{"k',
+        '":8}]}',
+        "}</tool_call>",
+    ]
     parsed = parse(pieces)
     assert json.loads(parsed.streamed[0]) == {"rows": [{"k": 7}, {"k": 8}]}
 
@@ -160,7 +232,11 @@ def test_a19_reasoning_ends_at_its_tag_however_it_is_cut() -> None:
     parsed = parse(["ok</th", "ink", ">Hi"], reasoning=True, starts_in_reasoning=True)
     assert (parsed.reasoning, parsed.text) == ("ok", "Hi")
     opened = parse(list("<think>hm <tool_call> no</think>" + call("f", "{}")), reasoning=True)
-    assert (opened.reasoning, opened.text, opened.calls) == ("hm <tool_call> no", "", [(0, "f", "{}")])
+    assert (opened.reasoning, opened.text, opened.calls) == (
+        "hm <tool_call> no",
+        "",
+        [(0, "f", "{}")],
+    )
 
 
 def test_a19_without_calls_a_complete_call_is_text() -> None:
@@ -175,13 +251,32 @@ def test_a_name_that_is_no_text_is_no_call() -> None:
 
 
 fragments = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", ', '"arguments": ', '{"a": "}"}', "}", "{", '"', "\\", "x", "é", "<", "[", ","]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "\n",
+        " ",
+        '{"name": "f", ',
+        '"arguments": ',
+        '{"a": "}"}',
+        "}",
+        "{",
+        '"',
+        "\\",
+        "x",
+        "é",
+        "<",
+        "[",
+        ",",
+    ]
 )
 
 
 @settings(max_examples=600, deadline=None)
 @given(st.lists(fragments, max_size=14), st.randoms(use_true_random=False))
-def test_any_output_cut_anywhere_parses_alike_and_loses_no_text(parts: list[str], random) -> None:  # type: ignore[no-untyped-def]
+def test_any_output_cut_anywhere_parses_alike_and_loses_no_text(
+    parts: list[str], random: random_module.Random
+) -> None:
     output = "".join(parts)
     whole = parse([output])
     cuts = sorted(random.sample(range(len(output) + 1), min(3, len(output) + 1)))

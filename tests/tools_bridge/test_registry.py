@@ -9,8 +9,18 @@ from typing import Any, Literal
 
 import pytest
 
-from moorage.tools_bridge.call import ToolCall, canonical_tool_json, parse_tool_schema, parse_tool_schemas
-from moorage.tools_bridge.errors import ToolArgumentsError, ToolSchemaError, ToolSignatureError, UnknownTool
+from moorage.tools_bridge.call import (
+    ToolCall,
+    canonical_tool_json,
+    parse_tool_schema,
+    parse_tool_schemas,
+)
+from moorage.tools_bridge.errors import (
+    ToolArgumentsError,
+    ToolSchemaError,
+    ToolSignatureError,
+    UnknownTool,
+)
 from moorage.tools_bridge.registry import ToolRegistry, coerce_arguments, tool_from_function
 
 
@@ -41,7 +51,14 @@ def test_the_plainest_function_gives_the_plainest_schema() -> None:
 
 
 def test_types_defaults_and_descriptions_become_schema() -> None:
-    def order(count: int, unit: Literal["kg", "t"], colour: Colour, at: Point, tags: list[str], note: str | None = None) -> None:
+    def order(
+        count: int,
+        unit: Literal["kg", "t"],
+        colour: Colour,
+        at: Point,
+        tags: list[str],
+        note: str | None = None,
+    ) -> None:
         """Order something.
 
         More words that the model does not need.
@@ -56,7 +73,11 @@ def test_types_defaults_and_descriptions_become_schema() -> None:
         "count": {"type": "integer", "description": "How many."},
         "unit": {"type": "string", "enum": ["kg", "t"]},
         "colour": {"type": "string", "enum": ["red", "blue"]},
-        "at": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x"]},
+        "at": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
+            "required": ["x"],
+        },
         "tags": {"type": "array", "items": {"type": "string"}},
         "note": {"type": ["string", "null"], "description": "A remark."},
     }
@@ -70,7 +91,11 @@ def test_functions_that_no_model_can_call_are_refused_by_parameter() -> None:
 
     def odd(name: bytes) -> None: ...
 
-    for function, words in ((star, "star(names)"), (bare, "bare(name) has no type"), (odd, "odd(name) has type")):
+    for function, words in (
+        (star, "star(names)"),
+        (bare, "bare(name) has no type"),
+        (odd, "odd(name) has type"),
+    ):
         with pytest.raises(ToolSignatureError) as caught:
             tool_from_function(function)
         assert words in str(caught.value)
@@ -95,7 +120,11 @@ def test_a17_types_come_from_the_schema_and_not_from_a_guess() -> None:
     )
     given = {"zip": "00501", "n": "5", "b": "True", "s": "4"}
     assert coerce_arguments(given, schema) == {"zip": "00501", "n": 5, "b": True, "s": "4"}
-    assert coerce_arguments({"n": 5.0, "s": None, "zip": 501}, schema) == {"n": 5, "s": None, "zip": "501"}
+    assert coerce_arguments({"n": 5.0, "s": None, "zip": 501}, schema) == {
+        "n": 5,
+        "s": None,
+        "zip": "501",
+    }
     for bad, words in (
         ({"n": "five"}, "f.n is 'five' (str), expected integer"),
         ({"n": True}, "f.n is True"),
@@ -130,7 +159,10 @@ def test_calls_to_nothing_or_with_broken_arguments_are_for_the_model_to_read() -
         ({"name": "f", "parameters": []}, "tool.parameters"),
         ({"name": "f", "parameters": {"type": "string"}}, "tool.parameters.type"),
         ({"name": "f", "parameters": {"properties": []}}, "tool.parameters.properties"),
-        ({"name": "f", "parameters": {"properties": {"a": {"type": "text"}}}}, "tool.parameters.properties.a.type"),
+        (
+            {"name": "f", "parameters": {"properties": {"a": {"type": "text"}}}},
+            "tool.parameters.properties.a.type",
+        ),
         ({"name": "f", "parameters": {"required": ["a"]}}, "tool.parameters.required"),
         ({"name": "f", "description": "x" * 70_000}, "tool"),
     ],
@@ -149,7 +181,10 @@ def test_a_name_that_stands_twice_is_refused() -> None:
 def test_j10_the_same_tool_has_one_form_whatever_the_key_order() -> None:
     parameters = {
         "type": "object",
-        "properties": {"b": {"type": "string", "enum": ["z", "a"]}, "a": {"oneOf": [{"type": "null"}, {"type": "integer"}]}},
+        "properties": {
+            "b": {"type": "string", "enum": ["z", "a"]},
+            "a": {"oneOf": [{"type": "null"}, {"type": "integer"}]},
+        },
         "required": ["b", "a"],
         "additionalProperties": False,
     }
@@ -158,7 +193,9 @@ def test_j10_the_same_tool_has_one_form_whatever_the_key_order() -> None:
     for _ in range(10):
         keys = list(parameters)
         shuffler.shuffle(keys)
-        schema = parse_tool_schema({"parameters": {key: parameters[key] for key in keys}, "name": "f", "description": "d"})
+        schema = parse_tool_schema(
+            {"parameters": {key: parameters[key] for key in keys}, "name": "f", "description": "d"}
+        )
         forms.add(repr(canonical_tool_json(schema)))
     assert len(forms) == 1
     form = canonical_tool_json(schema)["function"]["parameters"]

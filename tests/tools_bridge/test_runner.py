@@ -40,7 +40,12 @@ def test_results_are_text_or_json_and_errors_are_results() -> None:
     async def scenario() -> None:
         tools = runner(double, describe, broken)
         results = await tools.run_all(
-            [call("double", '{"number": "21"}', 0), call("describe", index=1), call("broken", index=2), call("rm", index=3)]
+            [
+                call("double", '{"number": "21"}', 0),
+                call("describe", index=1),
+                call("broken", index=2),
+                call("rm", index=3),
+            ]
         )
         assert [(r.call_id, r.content, r.is_error) for r in results] == [
             ("call-0", "42", False),
@@ -69,7 +74,10 @@ def test_a_tool_past_its_deadline_is_an_error_result_sync_or_async() -> None:
         tools = runner(stuck, hangs, deadline_s=0.05)
         for name in ("stuck", "hangs"):
             result = await tools.run(call(name))
-            assert (result.content, result.is_error) == (f"error: {name} did not answer within 0.05 s", True)
+            assert (result.content, result.is_error) == (
+                f"error: {name} did not answer within 0.05 s",
+                True,
+            )
         assert tools.num_abandoned_threads == 1
 
     try:
@@ -145,7 +153,9 @@ def test_long_results_keep_head_and_tail_cut_between_characters(text: str) -> No
         (ParkPolicy.AUTO, WaitKind.TOOLS, 2.1, "park"),
     ],
 )
-def test_park_policy(policy: ParkPolicy, wait: WaitKind, expected: float | None, action: str) -> None:
+def test_park_policy(
+    policy: ParkPolicy, wait: WaitKind, expected: float | None, action: str
+) -> None:
     decision = decide(policy, wait, expected_wait_s=expected, costs=ParkCosts(0.1, 0.1))
     assert decision.action == action
     assert decision.reason

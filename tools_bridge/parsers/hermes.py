@@ -6,14 +6,16 @@
 
 Rules, all chunk-invariant because every character is looked at once, in order:
 
-- A call completes when its JSON object (a `name`, and `arguments` that are an object or absent) and the closing tag are in.
+- A call completes when its JSON object (a `name`, and `arguments` that are an object or absent) and the
+  closing tag are in.
 - Argument deltas are verbatim slices of the model's text, from the moment the name is known.
-- Anything else between the tags is no call: its text, tags included, is content, verbatim. Where argument deltas were out
-  already, a delta with `failed` says that this call must not be run. The same holds for a call that the end of the reply cuts
-  off (cases A11, A12). So a call is never half executed and no text is lost.
+- Anything else between the tags is no call: its text, tags included, is content, verbatim. Where argument
+  deltas were out already, a delta with `failed` says that this call must not be run. The same holds for a
+  call that the end of the reply cuts off (cases A11, A12). So a call is never half executed and no text is lost.
 - White space between text and a call, between calls, and after the last call belongs to the format and is dropped.
 - JSON without tags is content (case A10).
-- With `reasoning`, `<think>…</think>` is reasoning; `starts_in_reasoning` is for templates that write `<think>` themselves.
+- With `reasoning`, `<think>…</think>` is reasoning; `starts_in_reasoning` is for templates that write the
+  opening tag themselves.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The shipped demo model's files; data only."""

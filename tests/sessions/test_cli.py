@@ -1,0 +1,52 @@
+"""The command line: what is wrong is said in one line, with status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moorage.sessions import cli
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(args))
+    return result.exit_code, result.output + result.stderr
+
+
+def test_a_model_that_is_not_there_names_its_folder(tmp_path: Path) -> None:
+    status, output = invoke("serve", "--model", str(tmp_path / "none"), "--data-dir", str(tmp_path))
+    assert status == cli.EXIT_USAGE
+    assert str(tmp_path / "none") in output.replace("\n", "")
+
+
+def test_an_unknown_durability_is_refused() -> None:
+    status, output = invoke("serve", "--durability", "hope")
+    assert status == cli.EXIT_USAGE
+    assert "process and power" in output
+
+
+def test_the_default_model_is_looked_for_beside_the_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "examples" / "demo_model" / "weights"
+    weights.mkdir(parents=True)
+    (tmp_path / "sessions").mkdir()
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "sessions" / "cli.py"))
+
+    def missing(name: str) -> Path:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(cli.resources, "files", missing)
+    with pytest.raises(FileNotFoundError, match="--model"):
+        cli.default_model_dir()
+    (weights / "config.json").write_text("{}")
+    assert cli.default_model_dir() == weights
+
+
+def test_help_names_the_commands() -> None:
+    status, output = invoke("--help")
+    assert status == 0
+    assert "serve" in output
+    assert "demo" in output
