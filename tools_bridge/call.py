@@ -1,4 +1,4 @@
-"""What a tool is, what a call is, what a result is; and the checks that stand between a client and a template."""
+"""What a tool, a call and a result are, and the checks between a client and a template."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from moorage.tools_bridge.errors import ToolArgumentsError, ToolSchemaError
 
 MAX_SCHEMA_BYTES = 64 * 1024
-"""One tool's schema as JSON; every session carries it in its prompt."""
+"""One tool as JSON, in UTF-8 bytes; every session that offers it carries it in its prompt."""
 MAX_TOOLS = 256
+"""Tools of one session."""
+MAX_DEPTH = 16
+"""Schemas inside schemas."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_UNIONS = ("anyOf", "oneOf", "allOf")
 
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """A tool as the model sees it."""
+    """A tool as the model sees it. `parse_tool_schema` makes one that is checked."""
 
     name: str
+    """1 to 64 of `A-Z a-z 0-9 _ -`."""
     description: str
+    """For the model; may be empty."""
     parameters: dict[str, Any]
     """JSON schema of an object."""
 
@@ -34,22 +40,34 @@ class ToolCall:
     call_id: str
     """Stable: follows from session, turn and index, so that a replay gives the same id."""
     index: int
-    """Position of the call in the reply: 0, 1, 2 …"""
+    """Position of the call in the reply: 0, 1, 2 …, never the tool's place in the request."""
     name: str
+    """As the model wrote it; it need not be a tool that exists."""
     arguments: str
     """JSON text of an object, exactly as the model wrote it."""
 
     def parse_arguments(self) -> dict[str, Any]:
-        """The arguments as values. Raises ToolArgumentsError."""
+        """The arguments as values.
+
+        Raises ToolArgumentsError for what is no JSON object, and for JSON that Python reads but no
+        tool should see: NaN, infinities, numbers of thousands of digits, half a surrogate pair.
+        """
         try:
-            value = json.loads(self.arguments)
-        except json.JSONDecodeError as error:
+            value = json.loads(self.arguments, parse_constant=_refuse_constant)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise ToolArgumentsError(
+                f"the arguments of {self.name} hold half of a surrogate pair: write the character"
+                " itself or both halves"
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise ToolArgumentsError(
                 f"the arguments of {self.name} are not JSON: {error}"
             ) from error
         if not isinstance(value, dict):
             raise ToolArgumentsError(
-                f"the arguments of {self.name} are {type(value).__name__}, expected an object"
+                f"the arguments of {self.name} are of type {type(value).__name__}, expected an"
+                " object"
             )
         return value
 
@@ -59,19 +77,25 @@ class ToolResult:
     """What a tool answered. An error is a result too: the model reads it."""
 
     call_id: str
+    """Of the call that this answers."""
     content: str
+    """Valid Unicode, without a lone surrogate."""
     is_error: bool = False
+    """The tool failed, or was not run; `content` says why."""
 
 
 def parse_tool_schema(value: object, path: str = "tool") -> ToolSchema:
     """Check one schema, `{"type": "function", "function": {…}}` or the inner object alone.
 
-    Raises ToolSchemaError with the field's path.
+    Checked is what a template renders and what `schema.py` relies on; other JSON-schema keywords
+    pass as they are. Raises ToolSchemaError with the field's path. Cost: linear in the schema.
     """
     tool = _mapping(value, path)
     if "function" in tool:
         if tool.get("type", "function") != "function":
-            raise ToolSchemaError(f"{path}.type", f"is {tool['type']!r}, supported is 'function'")
+            raise ToolSchemaError(
+                f"{path}.type", f"is {_shown(tool['type'])}, supported is 'function'"
+            )
         tool, path = _mapping(tool["function"], f"{path}.function"), f"{path}.function"
     name = tool.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
@@ -81,7 +105,7 @@ def parse_tool_schema(value: object, path: str = "tool") -> ToolSchema:
     description = tool.get("description", "")
     if not isinstance(description, str):
         raise ToolSchemaError(
-            f"{path}.description", f"is {type(description).__name__}, expected text"
+            f"{path}.description", f"is of type {type(description).__name__}, expected text"
         )
     parameters = dict(_mapping(tool.get("parameters", {}), f"{path}.parameters"))
     parameters.setdefault("type", "object")
@@ -91,32 +115,41 @@ def parse_tool_schema(value: object, path: str = "tool") -> ToolSchema:
         )
     parameters.setdefault("properties", {})
     _check_schema(parameters, f"{path}.parameters", depth=0)
-    try:
-        size = len(json.dumps(parameters).encode()) + len(description.encode())
-    except (TypeError, ValueError) as error:
-        raise ToolSchemaError(f"{path}.parameters", f"is not JSON: {error}") from error
+    size = _json_bytes(description, f"{path}.description")
+    size += _json_bytes(parameters, f"{path}.parameters")
     if size > MAX_SCHEMA_BYTES:
-        raise ToolSchemaError(path, f"has {size} bytes, allowed are {MAX_SCHEMA_BYTES}")
+        raise ToolSchemaError(
+            path, f"has {size} bytes, allowed are {MAX_SCHEMA_BYTES}: shorten its descriptions"
+        )
     return ToolSchema(name, description, parameters)
 
 
 def parse_tool_schemas(values: Iterable[object]) -> tuple[ToolSchema, ...]:
-    """Check a list of schemas; names must differ. Raises ToolSchemaError with the field's path."""
+    """Check a list of schemas; names must differ.
+
+    Raises ToolSchemaError with the field's path, which begins with `tools[index]`.
+    """
     schemas: list[ToolSchema] = []
+    names: set[str] = set()
     for index, value in enumerate(values):
         if index >= MAX_TOOLS:
-            raise ToolSchemaError("tools", f"has more than {MAX_TOOLS} entries")
+            raise ToolSchemaError("tools", f"has more than {MAX_TOOLS} entries, which is the limit")
         schema = parse_tool_schema(value, f"tools[{index}]")
-        if any(schema.name == other.name for other in schemas):
-            raise ToolSchemaError(f"tools[{index}].name", f"{schema.name!r} stands there twice")
+        if schema.name in names:
+            raise ToolSchemaError(
+                f"tools[{index}].name", f"{schema.name!r} stands there twice: rename one"
+            )
+        names.add(schema.name)
         schemas.append(schema)
     return tuple(schemas)
 
 
 def canonical_tool_json(schema: ToolSchema) -> dict[str, Any]:
-    """The one form in which a tool enters a prompt: fixed key order, so that the same tool is the same tokens.
+    """The one form in which a tool enters a prompt, so that the same tool is the same tokens.
 
-    `type, properties, required` first; the order of properties, enum and required is meaning and stays.
+    Keys have a fixed order: `type, description, properties, required, items, enum`, then the rest
+    by name. The order of lists (enum, required, oneOf) is meaning and stays; so does the declared
+    order of properties, because a model writes arguments in the order it reads them.
     """
     return {
         "type": "function",
@@ -129,60 +162,89 @@ def canonical_tool_json(schema: ToolSchema) -> dict[str, Any]:
 
 
 _FIRST_KEYS = ("type", "description", "properties", "required", "items", "enum")
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
 
 
 def _ordered(schema: object) -> Any:
-    if not isinstance(schema, dict):
+    """A schema, or a JSON value inside one, with its keys in order at any depth."""
+    if isinstance(schema, list | tuple):
+        return [_ordered(part) for part in schema]
+    if not isinstance(schema, Mapping):
         return schema
     keys = [key for key in _FIRST_KEYS if key in schema]
     keys += sorted(key for key in schema if key not in _FIRST_KEYS)
     ordered: dict[str, Any] = {}
     for key in keys:
-        value = schema[key]
-        if key == "properties" and isinstance(value, dict):
-            ordered[key] = {name: _ordered(part) for name, part in value.items()}
-        elif key in ("items", "additionalProperties"):
-            ordered[key] = _ordered(value)
-        elif key in ("anyOf", "oneOf", "allOf") and isinstance(value, list):
-            ordered[key] = [_ordered(part) for part in value]
+        part = schema[key]
+        if key in _NAMED_SCHEMAS and isinstance(part, Mapping):
+            # These keys are names: a property called "type" must not jump the queue.
+            names = part if key == "properties" else sorted(part)
+            ordered[key] = {name: _ordered(part[name]) for name in names}
         else:
-            ordered[key] = value
+            ordered[key] = _ordered(part)
     return ordered
 
 
 def _check_schema(schema: Mapping[str, Any], path: str, depth: int) -> None:
-    if depth > 16:
-        raise ToolSchemaError(path, "is nested more than 16 deep")
+    if depth > MAX_DEPTH:
+        raise ToolSchemaError(path, f"is nested more than {MAX_DEPTH} deep, which is the limit")
     kind = schema.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    for one in kinds:
-        if one is not None and (not isinstance(one, str) or one not in _TYPES):
+    for one in kind if isinstance(kind, list) else [] if kind is None else [kind]:
+        if not isinstance(one, str) or one not in _TYPES:
             raise ToolSchemaError(
                 f"{path}.type", f"is {_shown(one)}, known are {', '.join(sorted(_TYPES))}"
             )
     properties = _mapping(schema.get("properties", {}), f"{path}.properties")
     for name, part in properties.items():
         if not isinstance(name, str) or not name:
-            raise ToolSchemaError(
-                f"{path}.properties", f"has the name {_shown(name)}, expected text"
-            )
-        _check_schema(
-            _mapping(part, f"{path}.properties.{name}"), f"{path}.properties.{name}", depth + 1
-        )
-    required = schema.get("required", [])
-    if not isinstance(required, list):
-        raise ToolSchemaError(f"{path}.required", f"is {type(required).__name__}, expected a list")
-    for name in required:
-        if name not in properties:
-            raise ToolSchemaError(f"{path}.required", f"names {_shown(name)}, which is no property")
-    if isinstance(schema.get("items"), dict):
-        _check_schema(schema["items"], f"{path}.items", depth + 1)
+            raise ToolSchemaError(f"{path}.properties", f"has the name {_shown(name)}, not text")
+        _check_part(part, f"{path}.properties.{name}", depth)
+    _check_required(schema.get("required", []), properties, f"{path}.required")
+    if "enum" in schema:
+        _list(schema["enum"], f"{path}.enum")
+    if "items" in schema:
+        _check_part(schema["items"], f"{path}.items", depth)
+    if "additionalProperties" in schema:
+        _check_part(schema["additionalProperties"], f"{path}.additionalProperties", depth)
+    for key in _UNIONS:
+        for index, part in enumerate(_list(schema.get(key, []), f"{path}.{key}")):
+            _check_part(part, f"{path}.{key}[{index}]", depth)
+
+
+def _check_part(part: object, path: str, depth: int) -> None:
+    if not isinstance(part, bool):  # true and false are schemas too: anything, nothing
+        _check_schema(_mapping(part, path), path, depth + 1)
+
+
+def _check_required(required: object, properties: Mapping[str, Any], path: str) -> None:
+    for name in _list(required, path):
+        if not isinstance(name, str) or name not in properties:
+            raise ToolSchemaError(path, f"names {_shown(name)}, which is no property")
 
 
 def _mapping(value: object, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ToolSchemaError(path, f"is {type(value).__name__}, expected an object")
+        raise ToolSchemaError(path, f"is of type {type(value).__name__}, expected an object")
     return value
+
+
+def _list(value: object, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ToolSchemaError(path, f"is of type {type(value).__name__}, expected a list")
+    return value
+
+
+def _json_bytes(value: object, path: str) -> int:
+    try:
+        return len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except UnicodeEncodeError as error:
+        raise ToolSchemaError(path, "holds half of a surrogate pair, which is no text") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolSchemaError(path, f"is not JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _shown(value: object) -> str:

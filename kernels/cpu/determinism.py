@@ -38,6 +38,11 @@ _MOST_BATCHED_ROWS = 2 * TILE_ROWS + 1
 _BUDGET_FLOP = 2e10
 """Of one candidate's check (about half a second); the longest batches are left out beyond it."""
 
+_BUDGET_ELEMENTS = 1 << 25
+"""Of a checked weight (64 MiB in bf16). Beyond it fewer outputs stand for all, with the same remainder by 256: the
+one assumption here, that a library does not change a row's order of summation with thousands of outputs already there.
+"""
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [M, K], weight [N, K]) → [M, N]."""
 
@@ -134,6 +139,9 @@ def _search(
     num_outputs: int,
     batches: tuple[int, ...],
 ) -> RowPlan:
+    most = max(256, _BUDGET_ELEMENTS // max(width, 1) // 256 * 256)
+    if num_outputs > most:
+        num_outputs = most + num_outputs % 256
     affordable = _BUDGET_FLOP / (2 * max(width, 1) * max(num_outputs, 1))
     counts = [
         rows
@@ -168,8 +176,12 @@ def cancelling_operands(
     generator = torch.Generator().manual_seed(width * 1_000_003 + num_outputs)
     half = width // 2
     x = torch.randn((num_rows, half), generator=generator)
-    weight = torch.randn((num_outputs, half), generator=generator)
+    weight = torch.randn((min(num_outputs, 1024), half), generator=generator)
     order = torch.randperm(2 * half, generator=generator)
     x = functional.pad(torch.cat((x, x), 1)[:, order], (0, width - 2 * half))
-    weight = functional.pad(torch.cat((weight, -weight), 1)[:, order], (0, width - 2 * half))
-    return x.to(dtype), weight.to(dtype)
+    weight = functional.pad(torch.cat((weight, -weight), 1)[:, order], (0, width - 2 * half)).to(
+        dtype
+    )
+    if num_outputs > len(weight):  # drawing millions of numbers would cost more than the products
+        weight = weight.repeat(-(-num_outputs // len(weight)), 1)[:num_outputs]
+    return x.to(dtype), weight

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.nn import functional
@@ -34,14 +32,6 @@ PLANS = [
 ]
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_rows_are_bit_equal_in_any_batch_at_any_place(
@@ -66,26 +56,19 @@ def test_every_plan_is_right(plan: RowPlan, dtype: torch.dtype) -> None:
 
 
 def test_the_search_takes_the_cheapest_plan_that_holds() -> None:
-    """Products that spoil small batches, some sizes, or all but single rows; the last has a plan
-    too.
-    """
+    """Products that spoil small batches, some sizes, or all but single rows: even the last has a plan."""
 
-    def spoiled(
-        below: int = 0, multiple: int = 1
-    ) -> tuple[determinism.Product, list[torch.Size]]:
-        seen: list[torch.Size] = []
-
+    def spoiled(below: int = 0, multiple: int = 1) -> determinism.Product:
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            seen.append(x.shape)
             out = functional.linear(x, weight) * 0
             return out + 1 if x.shape[0] < below or x.shape[0] % multiple else out
 
-        return product, seen
+        return product
 
     for product, expected in (
-        (spoiled()[0], RowPlan(1)),
-        (spoiled(below=3)[0], RowPlan(4)),
-        (spoiled(multiple=16)[0], RowPlan(16, tiled=True)),
+        (spoiled(), RowPlan(1)),
+        (spoiled(below=3), RowPlan(4)),
+        (spoiled(multiple=16), RowPlan(16, tiled=True)),
     ):
         assert find_plan("spoiled", product, torch.float32, 8, 3, 1) == expected
 
@@ -127,15 +110,17 @@ def test_one_plan_per_shape_is_found_once() -> None:
 
 
 def test_a_huge_product_is_checked_within_a_budget() -> None:
-    """4096 × 50,000: the longest batches are left out, the small ones that decodes use never."""
-    rows: list[int] = []
+    """4096 × 150,001: fewer outputs stand for all, and the longest batches are left out; those of a decode never."""
+    shapes: list[tuple[int, int]] = []
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows.append(x.shape[0])
+        shapes.append((x.shape[0], weight.shape[0]))
         return x.new_zeros((x.shape[0], 1))
 
-    determinism._search(product, torch.bfloat16, 4096, 50_000, ())
-    assert max(rows) < 64 and {1, 2, 3, 16, 17, 33} <= set(rows)
+    determinism._search(product, torch.bfloat16, 4096, 150_001, ())
+    rows = {count for count, _ in shapes}
+    assert {outputs for _, outputs in shapes} == {8192 + 150_001 % 256}
+    assert max(rows) < 100 and {1, 2, 3, 16, 17, 33} <= rows
 
 
 def test_no_rows_and_a_bias() -> None:

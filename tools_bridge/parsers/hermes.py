@@ -4,41 +4,56 @@
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Rules, all chunk-invariant because every character is looked at once, in order:
+Rules, all chunk-invariant:
 
-- A call completes when its JSON object (a `name`, and `arguments` that are an object or absent) and the
-  closing tag are in.
-- Argument deltas are verbatim slices of the model's text, from the moment the name is known.
-- Anything else between the tags is no call: its text, tags included, is content, verbatim. Where argument
-  deltas were out already, a delta with `failed` says that this call must not be run. The same holds for a
-  call that the end of the reply cuts off (cases A11, A12). So a call is never half executed and no text is lost.
-- White space between text and a call, between calls, and after the last call belongs to the format and is dropped.
-- JSON without tags is content (case A10).
-- With `reasoning`, `<think>…</think>` is reasoning; `starts_in_reasoning` is for templates that write the
-  opening tag themselves.
+- A call completes when its JSON object and the closing mark are in. The object has a printable
+  `name` and, at most once, `arguments` that are an object; other keys are ignored, and a call
+  without arguments has `{}`.
+- Argument deltas are verbatim slices of the model's text, sent as they come from the moment the
+  name is known.
+- Anything else between the marks is no call: its text, opening mark included, is content, verbatim,
+  and marks are looked for again from the first character that is wrong. The same holds for a call
+  that the end of the reply cuts off (cases A11, A12). Where argument deltas were out already, a
+  delta with `failed` says that this call must not be run, and its index is not used again. So no
+  call is half executed and no text is lost. What a broken call wrote inside a JSON string is never
+  searched for calls.
+- White space (space, tab, line ends) directly before a call belongs to the format and is dropped;
+  after a call it is dropped where another call or the end of the reply follows, and kept before
+  text. Between reasoning marks and their inside, and directly after the closing one, it is dropped.
+  All other white space is content, byte for byte (case A10).
+- JSON without marks is content (case A10).
+- With `reasoning`, `<think>…</think>` is reasoning, and marks of calls in it mean nothing;
+  `starts_in_reasoning` is for templates that write `<think>` themselves.
+
+Held back is only what may be the beginning of a mark: a proper prefix of one, and white space that
+a call may follow. Cost: one pass over the text; a call that fails is not read a second time.
 """
 
 from __future__ import annotations
 
-import json
 from enum import Enum, auto
 
 from moorage.tools_bridge.call import ToolCall
+from moorage.tools_bridge.errors import ParserFinished
 from moorage.tools_bridge.parsers.base import NewCallId, ParseDelta, ToolCallDelta
 from moorage.tools_bridge.parsers.json_call import JsonCallReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
+WHITESPACE = " \t\n\r"
 
 
 class _Mode(Enum):
     TEXT = auto()
     REASONING = auto()
     CALL = auto()
+    CLOSING = auto()
+    """The object is in, the closing mark is not."""
+    FINISHED = auto()
 
 
 class HermesParser:
-    """See the module."""
+    """See the module for the rules, and `ToolCallParser` for the methods."""
 
     def __init__(
         self,
@@ -48,184 +63,198 @@ class HermesParser:
         reasoning: bool = False,
         starts_in_reasoning: bool = False,
     ) -> None:
-        """Without `calls` (tool_choice none) tags are plain text (case A19)."""
+        """Without `calls` (tool_choice none) the marks of calls are plain text (case A19)."""
+        self._marks = ((OPEN,) if calls else ()) + ((THINK,) if reasoning else ())
+        self._first_mode = _Mode.REASONING if reasoning and starts_in_reasoning else _Mode.TEXT
+        self.reset(new_call_id)
+
+    def reset(self, new_call_id: NewCallId) -> None:
+        """See `ToolCallParser`."""
         self._new_call_id = new_call_id
-        self._markers = ((OPEN,) if calls else ()) + ((THINK,) if reasoning else ())
-        self._mode = _Mode.REASONING if reasoning and starts_in_reasoning else _Mode.TEXT
+        self._mode = self._first_mode
         self._num_calls = 0
+        """Calls announced or completed: the index of the next one."""
         self._held = ""
-        """Possible beginning of a marker."""
+        """Possible beginning of a mark, or of the closing mark with white space before it."""
         self._space = ""
         """White space whose meaning the next character decides."""
+        self._outer_space = ""
+        """The same, of the text around the reasoning that is being read."""
+        self._drops_space = self._first_mode is _Mode.REASONING
+        """The next white space belongs to a reasoning mark."""
         self._after_call = False
         """No text since the last complete call."""
         self._reader = JsonCallReader()
-        self._closing = ""
-        """What follows the JSON object inside the tags."""
-        self._announced = False
-        self._sent = 0
-        """End of the argument text that is out."""
+        self._arguments: list[str] = []
+        """Slices of the call's arguments."""
+        self._num_sent = 0
+        """How many of them are out; the call is announced when it is not 0."""
 
     def feed(self, text: str) -> ParseDelta:
         """See `ToolCallParser`."""
-        out = ParseDelta()
-        for character in text:
-            self._step(character, out)
-        return _joined(out)
+        if self._mode is _Mode.FINISHED:
+            raise ParserFinished("the reply is finished: `reset` begins the next one")
+        out = _Collector()
+        rest = text
+        while rest:
+            match self._mode:
+                case _Mode.CALL:
+                    rest = self._read_call(rest, out)
+                case _Mode.CLOSING:
+                    rest = self._read_closing(rest, out)
+                case _:
+                    rest = self._read_text(rest, out)
+        if self._mode is _Mode.CALL:
+            self._send_arguments(out)
+        return out.delta()
 
     def finish(self, truncated: bool) -> ParseDelta:
-        """See `ToolCallParser`."""
-        del truncated  # an incomplete call is incomplete, whoever ended it
-        out = ParseDelta()
-        while self._mode is _Mode.CALL:
+        """See `ToolCallParser`. `truncated` changes nothing in this format: only the closing mark
+        completes a call, whoever ended the reply.
+        """
+        if self._mode is _Mode.FINISHED:
+            raise ParserFinished("the reply is finished already: `reset` begins the next one")
+        out = _Collector()
+        if self._mode in (_Mode.CALL, _Mode.CLOSING):
+            held, self._held = self._held, ""
             self._give_up(out)
-        held, self._held = self._held, ""
+            self._write(held, out)
+        else:
+            self._write(self._held, out)
         if self._mode is _Mode.REASONING:
-            out.reasoning += held
-        else:
-            for character in held:
-                self._text(character, out)
-            if not self._after_call:
-                out.text += self._space
-        self._space = ""
-        return _joined(out)
+            out.reasoning.append(self._space)
+            self._space = self._outer_space
+        if not self._after_call:
+            out.text.append(self._space)
+        self._mode = _Mode.FINISHED
+        return out.delta()
 
-    def _step(self, character: str, out: ParseDelta) -> None:
-        if self._mode is _Mode.CALL:
-            self._in_call(character, out)
-            return
-        markers = (END_THINK,) if self._mode is _Mode.REASONING else self._markers
-        self._held += character
-        while self._held:
-            if self._held in markers:
-                marker, self._held = self._held, ""
-                self._enter(marker)
-            elif any(marker.startswith(self._held) for marker in markers):
-                return
-            else:
-                first, self._held = self._held[0], self._held[1:]
-                if self._mode is _Mode.REASONING:
-                    out.reasoning += first
-                else:
-                    self._text(first, out)
+    def _read_text(self, rest: str, out: _Collector) -> str:
+        """Text or reasoning up to the first mark; what follows the mark is returned."""
+        text, self._held = self._held + rest, ""
+        marks = (END_THINK,) if self._mode is _Mode.REASONING else self._marks
+        found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._write(text[:at], out)
+            self._enter(mark)
+            return text[at + len(mark) :]
+        num_held = max((_overlap(text, mark) for mark in marks), default=0)
+        self._held = text[len(text) - num_held :]
+        self._write(text[: len(text) - num_held], out)
+        return ""
 
-    def _enter(self, marker: str) -> None:
-        if marker == THINK:
-            self._mode = _Mode.REASONING
-        elif marker == END_THINK:
-            self._mode = _Mode.TEXT
-        else:
+    def _enter(self, mark: str) -> None:
+        if mark == OPEN:
             self._mode = _Mode.CALL
-            self._reader, self._closing = JsonCallReader(), ""
-            self._announced, self._sent = False, 0
-
-    def _text(self, character: str, out: ParseDelta) -> None:
-        if character.isspace():
-            self._space += character
-            return
-        out.text += self._space + character
-        self._space, self._after_call = "", False
-
-    def _in_call(self, character: str, out: ParseDelta) -> None:
-        if not self._reader.done:
-            self._reader.feed(character)
-            if self._reader.broken:
-                self._give_up(out)
-            else:
-                self._announce(out)
-            return
-        self._closing += character
-        tag = self._closing.lstrip()
-        if tag == CLOSE:
-            self._complete(out)
-        elif not CLOSE.startswith(tag):
-            self._give_up(out)
-
-    def _announce(self, out: ParseDelta) -> None:
-        """Stream what is known of the call: the name once, then argument text as it comes."""
-        reader = self._reader
-        if reader.name_span is None or reader.arguments_start is None:
-            return
-        name = self._name()
-        if name is None:
-            return
-        end = len(reader.text) if reader.arguments_end is None else reader.arguments_end
-        start = self._sent if self._announced else reader.arguments_start
-        if end > start:
-            out.tool_calls.append(
-                ToolCallDelta(
-                    call_id=self._new_call_id(self._num_calls),
-                    index=self._num_calls,
-                    name=None if self._announced else name,
-                    arguments_delta=reader.text[start:end],
-                )
-            )
-            self._announced, self._sent = True, end
-
-    def _name(self) -> str | None:
-        span = self._reader.name_span
-        if span is None:
-            return None
-        try:
-            name = json.loads(self._reader.text[span[0] : span[1]])
-            if isinstance(name, str):
-                name.encode()  # an escaped lone surrogate is no text
-        except (json.JSONDecodeError, UnicodeEncodeError):
-            return None
-        return name if isinstance(name, str) and name else None
-
-    def _complete(self, out: ParseDelta) -> None:
-        call_text = self._reader.text
-        try:
-            value = json.loads(call_text)
-        except (json.JSONDecodeError, RecursionError):
-            value = None
-        name = self._name()
-        if (
-            name is None
-            or not isinstance(value, dict)
-            or not isinstance(value.get("arguments", {}), dict)
-        ):
-            self._give_up(out)
-            return
-        start, end = self._reader.arguments_start, self._reader.arguments_end
-        arguments = "{}" if start is None else call_text[start:end]
-        call_id = self._new_call_id(self._num_calls)
-        if not self._announced:
-            out.tool_calls.append(ToolCallDelta(call_id, self._num_calls, name, arguments))
-        out.completed.append(ToolCall(call_id, self._num_calls, name, arguments))
-        self._num_calls += 1
-        self._mode, self._space, self._after_call = _Mode.TEXT, "", True
-
-    def _give_up(self, out: ParseDelta) -> None:
-        """No call after all: its text is content, and may hold further markers."""
-        if self._announced:
-            call_id = self._new_call_id(self._num_calls)
-            out.tool_calls.append(ToolCallDelta(call_id, self._num_calls, None, "", failed=True))
-            self._num_calls += 1  # the index was seen by the client and is not used again
-        inside = self._reader.text + self._closing
-        self._mode = _Mode.TEXT
-        self._reader, self._closing, self._announced = JsonCallReader(), "", False
-        for character in OPEN:
-            self._text(character, out)
-        for character in inside:
-            self._step(character, out)
-
-
-def _joined(out: ParseDelta) -> ParseDelta:
-    """Consecutive pieces of one call as one: characters come in singly and should not go out so."""
-    joined: list[ToolCallDelta] = []
-    for piece in out.tool_calls:
-        last = joined[-1] if joined else None
-        if last is not None and last.call_id == piece.call_id and not last.failed:
-            joined[-1] = ToolCallDelta(
-                last.call_id,
-                last.index,
-                last.name,
-                last.arguments_delta + piece.arguments_delta,
-                piece.failed,
-            )
+            self._reader, self._arguments, self._num_sent = JsonCallReader(), [], 0
+        elif mark == THINK:
+            self._mode, self._drops_space = _Mode.REASONING, True
+            self._outer_space, self._space = self._space, ""
         else:
-            joined.append(piece)
-    out.tool_calls = joined
-    return out
+            self._mode, self._drops_space = _Mode.TEXT, True
+            self._outer_space, self._space = "", self._outer_space
+
+    def _write(self, text: str, out: _Collector) -> None:
+        """Text or reasoning without a mark; trailing white space waits."""
+        if self._drops_space:
+            text = text.lstrip(WHITESPACE)
+        if not text:
+            return
+        self._drops_space = False
+        text = self._space + text
+        visible = text.rstrip(WHITESPACE)
+        self._space = text[len(visible) :]
+        if not visible:
+            return
+        if self._mode is _Mode.REASONING:
+            out.reasoning.append(visible)
+        else:
+            out.text.append(visible)
+            self._after_call = False
+
+    def _read_call(self, rest: str, out: _Collector) -> str:
+        num_read = self._reader.feed(rest)
+        if self._reader.new_arguments:
+            self._arguments.append(self._reader.new_arguments)
+        rest = rest[num_read:]
+        if self._reader.broken:
+            self._send_arguments(out)
+            self._give_up(out)
+        elif self._reader.done:
+            self._send_arguments(out)
+            self._mode = _Mode.CLOSING
+        return rest
+
+    def _read_closing(self, rest: str, out: _Collector) -> str:
+        text, self._held = self._held + rest, ""
+        mark = text.lstrip(WHITESPACE)
+        if mark.startswith(CLOSE):
+            self._complete(out)
+            return mark[len(CLOSE) :]
+        if CLOSE.startswith(mark):
+            self._held = text
+            return ""
+        self._give_up(out)
+        return text  # may begin with the opening mark of the next call
+
+    def _send_arguments(self, out: _Collector) -> None:
+        """What is known of the call, once its name is."""
+        if self._reader.name is None or len(self._arguments) == self._num_sent:
+            return
+        out.add(
+            ToolCallDelta(
+                call_id=self._new_call_id(self._num_calls),
+                index=self._num_calls,
+                name=None if self._num_sent else self._reader.name,
+                arguments_delta="".join(self._arguments[self._num_sent :]),
+            )
+        )
+        self._num_sent = len(self._arguments)
+
+    def _complete(self, out: _Collector) -> None:
+        if not self._arguments:
+            self._arguments.append("{}")
+            self._send_arguments(out)
+        name = self._reader.name or ""  # a reader that is done has one
+        call_id = self._new_call_id(self._num_calls)
+        out.completed.append(ToolCall(call_id, self._num_calls, name, "".join(self._arguments)))
+        self._num_calls += 1
+        self._mode, self._after_call = _Mode.TEXT, True
+        self._space, self._drops_space = "", False
+
+    def _give_up(self, out: _Collector) -> None:
+        """No call after all: what was consumed of it is content."""
+        if self._num_sent:
+            call_id = self._new_call_id(self._num_calls)
+            out.add(ToolCallDelta(call_id, self._num_calls, None, "", failed=True))
+            self._num_calls += 1  # the client saw this index
+        self._mode = _Mode.TEXT
+        self._drops_space = False
+        self._write(OPEN + self._reader.text, out)
+
+
+class _Collector:
+    """What one `feed` or `finish` releases, in lists until the end: joining is then linear."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.tool_calls: list[ToolCallDelta] = []
+        self.completed: list[ToolCall] = []
+
+    def add(self, piece: ToolCallDelta) -> None:
+        self.tool_calls.append(piece)
+
+    def delta(self) -> ParseDelta:
+        return ParseDelta(
+            "".join(self.text), "".join(self.reasoning), self.tool_calls, self.completed
+        )
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest proper prefix of `mark` that `text` ends with."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -1,136 +1,222 @@
-"""An incremental reader of one JSON object `{"name": …, "arguments": {…}}`, character by character.
+"""An incremental, strict reader of one JSON object `{"name": …, "arguments": {…}}`.
 
-It knows strings and escapes, so that braces and tags inside them mean nothing (case A8), and it says where the argument
-value lies while that is still being written. Full validation is `json.loads` at the end.
+A pushdown automaton over RFC 8259, fed pieces of any size. It is strict, not a bracket counter, for
+two reasons. Text that is no call shows at its first wrong character, so the parser above gives it
+back at once and looks for marks from that very character on: one pass, linear time, whatever the
+model writes (a lenient reader that finds out at the end must read again, and a reply of nested
+opening marks then costs its length squared). And what it accepts needs no second opinion before it
+is called complete.
+
+It knows strings and escapes, so braces and marks inside them mean nothing (case A8).
 """
 
 from __future__ import annotations
 
+import json
+import re
 from enum import Enum, auto
 
-_WHITESPACE = " \t\r\n"
-_SCALAR_ENDS = _WHITESPACE + ",}"
+MAX_DEPTH = 128
+"""Nesting; beyond it the text is no call. Python's own reader gives up near 1,000."""
+
+_WHITESPACE = " \t\n\r"
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+"""What a string holds between quotes and escapes; control characters must be escaped."""
+_SCALAR_CHARACTERS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
+_SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class _At(Enum):
-    OBJECT = auto()
+    """What may come next."""
+
+    START = auto()
+    KEY_OR_END = auto()
     KEY = auto()
-    KEY_TEXT = auto()
     COLON = auto()
     VALUE = auto()
-    IN_STRING = auto()
-    IN_CONTAINER = auto()
-    IN_SCALAR = auto()
-    AFTER_VALUE = auto()
+    VALUE_OR_END = auto()
+    STRING = auto()
+    ESCAPE = auto()
+    HEX = auto()
+    SCALAR = auto()
+    COMMA_OR_END = auto()
     DONE = auto()
     BROKEN = auto()
 
 
 class JsonCallReader:
-    """Feed characters; look at `name_span`, `arguments_span`, `done`, `broken`. Spans are half-open in `text`."""
+    """Feed pieces until `done` or `broken`."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.name_span: tuple[int, int] | None = None
-        self.arguments_start: int | None = None
-        self.arguments_end: int | None = None
-        self._at = _At.OBJECT
-        self._key_start = 0
+        self.name: str | None = None
+        """Known as soon as its string is closed."""
+        self.new_arguments = ""
+        """The slice of the arguments that the last `feed` read."""
+        self._pieces: list[str] = []
+        self._at = _At.START
+        self._stack: list[str] = []
+        """Open containers, `{` or `[`."""
+        self._is_key = False
+        """The string being read is a key."""
         self._key = ""
-        self._value_start = 0
-        self._depth = 0
-        self._quoted = False
-        self._escaped = False
-        self._first = True
+        """The key of the outer object whose value comes next or is being read."""
+        self._kept: list[str] | None = None
+        """Raw text of a scalar, or of a string whose content matters."""
+        self._num_hex = 0
+        self._has_arguments = False
+        self._in_arguments = False
+        self._arguments_from = 0
+        """Where in the current piece the arguments' slice begins."""
+
+    @property
+    def text(self) -> str:
+        """Everything consumed."""
+        return "".join(self._pieces)
 
     @property
     def done(self) -> bool:
-        """The object is closed."""
+        """The object is closed and it has a name."""
         return self._at is _At.DONE
 
     @property
     def broken(self) -> bool:
-        """No continuation can make it an object."""
+        """The next character, which was not consumed, makes this no call."""
         return self._at is _At.BROKEN
 
-    def feed(self, character: str) -> None:
-        """One more character."""
-        position = len(self.text)
-        self.text += character
-        if self._at in (_At.KEY_TEXT, _At.IN_STRING):
-            self._in_string(character, position)
-        elif self._at is _At.IN_CONTAINER:
-            self._in_container(character, position)
-        elif self._at is _At.IN_SCALAR and character not in _SCALAR_ENDS:
-            return
-        elif self._at is _At.IN_SCALAR:
-            self._end_value(position)
-            self._between(character, position)
-        elif character not in _WHITESPACE:
-            self._between(character, position)
+    def feed(self, piece: str) -> int:
+        """Read on; the number of characters consumed: all, or fewer when `done` or `broken`.
 
-    def _between(self, character: str, position: int) -> None:
-        """A character outside of any value; white space was skipped but may end a scalar."""
+        Cost: linear in the piece, whatever came before.
+        """
+        self.new_arguments = ""
+        self._arguments_from = 0
+        position = 0
+        while position < len(piece) and self._at not in (_At.DONE, _At.BROKEN):
+            if self._at is _At.STRING:
+                run = _PLAIN.match(piece, position)
+                if run is not None and run.end() > position:
+                    self._keep(run.group())
+                    position = run.end()
+                    continue
+            before = self._at
+            self._at = self._after(piece[position], position)
+            if self._at is _At.BROKEN:
+                break
+            # The character that ends a scalar belongs to what follows it: look at it again.
+            if not (before is _At.SCALAR and self._at is _At.COMMA_OR_END):
+                position += 1
+            if self._in_arguments and self._at is _At.COMMA_OR_END and len(self._stack) == 1:
+                self._in_arguments = False
+                self.new_arguments = piece[self._arguments_from : position]
+        if self._in_arguments:
+            self.new_arguments = piece[self._arguments_from : position]
+        self._pieces.append(piece[:position])
+        return position
+
+    def _after(self, character: str, position: int) -> _At:
+        """The state behind `character`; BROKEN if it may not stand here."""
+        match self._at:
+            case _At.ESCAPE:
+                self._keep(character)
+                if character == "u":
+                    self._num_hex = 0
+                    return _At.HEX
+                return _At.STRING if character in '"\\/bfnrt' else _At.BROKEN
+            case _At.HEX:
+                if character not in _HEX:
+                    return _At.BROKEN
+                self._keep(character)
+                self._num_hex += 1
+                return _At.STRING if self._num_hex == 4 else _At.HEX
+            case _At.STRING:
+                if character == "\\":
+                    self._keep(character)
+                    return _At.ESCAPE
+                return self._end_string() if character == '"' else _At.BROKEN
+            case _At.SCALAR:
+                if character in _SCALAR_CHARACTERS:
+                    self._keep(character)
+                    return _At.SCALAR
+                return self._end_scalar()
         if character in _WHITESPACE:
-            return
-        at, self._at = self._at, _At.BROKEN
-        if at is _At.OBJECT and character == "{":
-            self._at = _At.KEY
-        elif at is _At.KEY and character == '"':
-            self._at, self._key_start = _At.KEY_TEXT, position + 1
-        elif at is _At.KEY and character == "}" and self._first:
-            self._at = _At.DONE
-        elif at is _At.COLON and character == ":":
-            self._at = _At.VALUE
-        elif at is _At.VALUE and character not in ",:}]":
-            self._begin_value(character, position)
-        elif at is _At.AFTER_VALUE and character == ",":
-            self._at, self._first = _At.KEY, False
-        elif at is _At.AFTER_VALUE and character == "}":
-            self._at = _At.DONE
+            return self._at
+        match self._at:
+            case _At.START if character == "{":
+                return self._open(character)
+            case _At.KEY_OR_END | _At.KEY if character == '"':
+                self._is_key = True
+                self._kept = [] if len(self._stack) == 1 else None
+                return _At.STRING
+            case _At.COLON if character == ":":
+                return _At.VALUE
+            case _At.VALUE_OR_END if character == "]":
+                return self._close(character)
+            case _At.VALUE | _At.VALUE_OR_END:
+                return self._begin_value(character, position)
+            case _At.COMMA_OR_END if character == ",":
+                return _At.KEY if self._stack[-1] == "{" else _At.VALUE
+            case _At.COMMA_OR_END | _At.KEY_OR_END if character in "}]":
+                return self._close(character)
+        return _At.BROKEN
 
-    def _begin_value(self, character: str, position: int) -> None:
-        self._value_start = position
+    def _begin_value(self, character: str, position: int) -> _At:
+        outer = len(self._stack) == 1
+        if outer and self._key == "name" and character != '"':
+            return _At.BROKEN
+        if outer and self._key == "arguments":
+            if character != "{":
+                return _At.BROKEN
+            self._has_arguments = self._in_arguments = True
+            self._arguments_from = position
+        if character in "{[":
+            return self._open(character)
         if character == '"':
-            self._at = _At.IN_STRING
-        elif character in "{[":
-            self._at, self._depth, self._quoted = _At.IN_CONTAINER, 1, False
-            if self._key == "arguments" and character == "{":
-                self.arguments_start, self.arguments_end = position, None
-        else:
-            self._at = _At.IN_SCALAR
+            self._is_key = False
+            self._kept = [] if outer and self._key == "name" else None
+            return _At.STRING
+        if character in _SCALAR_CHARACTERS:
+            self._kept = [character]
+            return _At.SCALAR
+        return _At.BROKEN
 
-    def _in_string(self, character: str, position: int) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"' and self._at is _At.KEY_TEXT:
-            self._key = self.text[self._key_start : position]
-            self._at = _At.COLON
-        elif character == '"':
-            self._end_value(position + 1)
+    def _open(self, character: str) -> _At:
+        if len(self._stack) == MAX_DEPTH:
+            return _At.BROKEN
+        self._stack.append(character)
+        return _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
 
-    def _in_container(self, character: str, position: int) -> None:
-        if self._quoted:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._quoted = False
-        elif character == '"':
-            self._quoted = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value(position + 1)
+    def _close(self, character: str) -> _At:
+        if self._stack[-1] + character not in ("{}", "[]"):
+            return _At.BROKEN
+        if len(self._stack) == 1 and self.name is None:
+            return _At.BROKEN
+        self._stack.pop()
+        return _At.COMMA_OR_END if self._stack else _At.DONE
 
-    def _end_value(self, end: int) -> None:
-        if self._key == "name":
-            self.name_span = (self._value_start, end)
-        elif self._key == "arguments" and self.arguments_start == self._value_start:
-            self.arguments_end = end
-        self._at = _At.AFTER_VALUE
+    def _end_string(self) -> _At:
+        if self._is_key:
+            if self._kept is not None:
+                self._key = self._unquoted()
+                # A second one would contradict what was announced already.
+                if (self._key == "name" and self.name is not None) or (
+                    self._key == "arguments" and self._has_arguments
+                ):
+                    return _At.BROKEN
+            return _At.COLON
+        if self._kept is not None:
+            self.name = self._unquoted()
+            if not self.name or not self.name.isprintable():
+                return _At.BROKEN
+        return _At.COMMA_OR_END
+
+    def _end_scalar(self) -> _At:
+        scalar = "".join(self._kept or ())
+        return _At.COMMA_OR_END if _SCALAR.fullmatch(scalar) else _At.BROKEN
+
+    def _keep(self, text: str) -> None:
+        if self._kept is not None:
+            self._kept.append(text)
+
+    def _unquoted(self) -> str:
+        return str(json.loads('"' + "".join(self._kept or ()) + '"'))
