@@ -188,4 +188,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
     path = model_dir / "config.json"
     values = read_json(path)
-    return family_of(values, path).read_config(ConfigReader(values, path))
+    # pyright knows this file by its folder's name too and takes the two names for two types.
+    reader = ConfigReader(values, path)
+    return family_of(values, path).read_config(reader)  # pyright: ignore

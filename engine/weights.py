@@ -55,7 +55,7 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype) -> We
         where: dict[str, Any] = {}
         for path in _shards(model_dir):
             handle = stack.enter_context(_open(path))
-            for name in handle.keys():
+            for name in handle.keys():  # noqa: SIM118  (not a dict)
                 if name in where:
                     raise WeightsError(f"{model_dir}: {name} is in two files, {path.name} is one")
                 where[name] = handle

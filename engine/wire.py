@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -29,8 +29,7 @@ def to_wire(message: object) -> bytes:
     """Pack one border message. Raises WireError for anything that is not one."""
     if type(message).__name__ not in _CLASSES:
         raise WireError(f"{type(message).__name__} is not a border message")
-    packed: bytes = msgpack.packb(_plain(message), use_bin_type=True)
-    return packed
+    return cast("bytes", msgpack.packb(_plain(message), use_bin_type=True))
 
 
 def from_wire(data: bytes) -> object:

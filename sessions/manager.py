@@ -162,7 +162,7 @@ class SessionManager:
         return await asyncio.to_thread(self._store.find_by_key, namespace.tenant, idempotency_key)
 
     async def _check_opening(self, config: SessionConfig) -> None:
-        template = self._services.template
+        """Raises ContextTooLong now rather than at the first turn."""
         if not (config.system or config.tools):
             return
         pieces = self._services.chat_template().opening(config.system, config.tools)
@@ -174,7 +174,6 @@ class SessionManager:
                 for piece in pieces
             )
 
-        assert template is not None
         check_fits(0, await asyncio.to_thread(count), engine.model_info.context_len)
 
     async def session(self, namespace: Namespace, session_id: str) -> Session:

@@ -37,6 +37,7 @@ _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 """Private-use characters around a mark's number. Content never passes through the template, so it
 cannot hold one.
 """
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -79,6 +80,12 @@ class ChatMessage:
                 field=f"{path}.tool_calls",
             )
         for i, call in enumerate(self.tool_calls):
+            where = f"{path}.tool_calls[{i}].name"
+            if _TOOL_NAME.fullmatch(call.name) is None:  # it is written as it is, marks and all
+                raise InvalidArgument(
+                    f"{where} is {call.name[:40]!r}: 1 to 64 letters, digits, '-' and '_'",
+                    field=where,
+                )
             where = f"{path}.tool_calls[{i}].arguments_json"
             try:
                 arguments = json.loads(call.arguments_json)

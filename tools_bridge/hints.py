@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union
 
-from moorage.tools_bridge.errors import ToolSignatureError
+from moorage.tools_bridge.errors import ToolArgumentsError, ToolSignatureError
 
 _SCALARS: dict[Any, str] = {
     str: "string",
@@ -66,7 +66,7 @@ def read_hint(hint: Any, where: str, outer: tuple[Any, ...] = ()) -> HintSchema:
     if typing.is_typeddict(hint) or (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
         return _record(hint, where, outer)
     raise ToolSignatureError(
-        f"{where} has the type {hint}: use str, int, float, bool, list, dict with text keys,"
+        f"{where} has type {hint}: use str, int, float, bool, list, dict with text keys,"
         " Literal, an enum, a dataclass, a TypedDict, or a union of them"
     )
 
@@ -124,10 +124,15 @@ def _record(hint: Any, where: str, outer: tuple[Any, ...]) -> HintSchema:
         "type": "object",
         "properties": {name: part.schema for name, part in parts.items()},
         "required": required,
-        "additionalProperties": False,
     }
 
     def convert(value: dict[str, Any]) -> Any:
+        # Checked here: `additionalProperties` would say it to the model at the price of tokens.
+        unknown = [name for name in value if name not in parts]
+        if unknown:
+            raise ToolArgumentsError(
+                f"{where} has no field {', '.join(unknown)}; fields: {', '.join(parts) or 'none'}"
+            )
         return build(**{name: _apply(parts[name], part) for name, part in value.items()})
 
     def fits(value: Any) -> bool:

@@ -12,6 +12,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -25,13 +26,31 @@ MIN_RESULT_BYTES = 256
 """Smallest `max_result_bytes`: the notice of what was dropped must fit, and something beside it."""
 
 
+@dataclass(frozen=True)
+class RunnerLimits:
+    """Bounds of a runner. Raises ToolConfigError for one that makes no sense."""
+
+    max_concurrency: int = 8
+    """Tools that run at once; further calls wait."""
+    deadline_s: float = 300.0
+    """Seconds that one call may take, its wait for a place included, where neither the call nor the
+    tool has a deadline of its own."""
+    max_result_bytes: int = 256 * 1024
+    """UTF-8 bytes of one result; a longer one keeps head and tail around a notice."""
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise ToolConfigError(f"max_concurrency is {self.max_concurrency}, expected at least 1")
+        if not self.deadline_s > 0:
+            raise ToolConfigError(f"deadline_s is {self.deadline_s}, expected more than 0")
+        if self.max_result_bytes < MIN_RESULT_BYTES:
+            raise ToolConfigError(
+                f"max_result_bytes is {self.max_result_bytes}, expected at least {MIN_RESULT_BYTES}"
+            )
+
+
 class ToolRunner:
     """Runs the calls of one client or session; used from one event loop.
-
-    `max_concurrency`: tools that run at once; further calls wait. `default_deadline_s`: seconds
-    that one call may take, its wait for a place included, where the tool has no deadline of its
-    own. `max_result_bytes`: UTF-8 bytes of one result; a longer one keeps head and tail around a
-    notice. Raises ToolConfigError for a limit that makes no sense.
 
     Python cannot stop a thread. A sync tool that passes its deadline, or whose call is cancelled,
     is abandoned: its thread runs on, its result is dropped. At most `max_concurrency` such threads
@@ -40,28 +59,11 @@ class ToolRunner:
     cancelled and leave nothing behind; one that blocks its event loop cannot be timed at all.
     """
 
-    def __init__(
-        self,
-        registry: ToolRegistry,
-        *,
-        max_concurrency: int = 8,
-        default_deadline_s: float = 300.0,
-        max_result_bytes: int = 256 * 1024,
-    ) -> None:
-        if max_concurrency < 1:
-            raise ToolConfigError(f"max_concurrency is {max_concurrency}, expected at least 1")
-        if not default_deadline_s > 0:
-            raise ToolConfigError(f"default_deadline_s is {default_deadline_s}, expected above 0")
-        if max_result_bytes < MIN_RESULT_BYTES:
-            raise ToolConfigError(
-                f"max_result_bytes is {max_result_bytes}, expected at least {MIN_RESULT_BYTES}"
-            )
+    def __init__(self, registry: ToolRegistry, limits: RunnerLimits | None = None) -> None:
         self._registry = registry
-        self._max_concurrency = max_concurrency
-        self._default_deadline_s = default_deadline_s
-        self._max_result_bytes = max_result_bytes
-        self._places = anyio.CapacityLimiter(max_concurrency)
-        self._threads = anyio.CapacityLimiter(max_concurrency)
+        self._limits = limits or RunnerLimits()
+        self._places = anyio.CapacityLimiter(self._limits.max_concurrency)
+        self._threads = anyio.CapacityLimiter(self._limits.max_concurrency)
         self._abandoned = _Abandoned()
 
     @property
@@ -88,7 +90,7 @@ class ToolRunner:
         except Exception as error:  # a dataclass that checks its own fields
             return self._failure(call, _described(error))
         limit_s = next(
-            s for s in (deadline_s, tool.deadline_s, self._default_deadline_s) if s is not None
+            s for s in (deadline_s, tool.deadline_s, self._limits.deadline_s) if s is not None
         )
         with anyio.move_on_after(limit_s):
             async with self._places:
@@ -119,7 +121,7 @@ class ToolRunner:
                 value = await self._in_thread(functools.partial(tool.function, **arguments))
                 if inspect.isawaitable(value):  # a plain function that hands out a coroutine
                     value = await value
-            return ToolResult(call.call_id, shorten(_as_text(value), self._max_result_bytes))
+            return ToolResult(call.call_id, shorten(_as_text(value), self._limits.max_result_bytes))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -133,10 +135,10 @@ class ToolRunner:
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         """Run a sync tool. Cancellation abandons its thread. Raises TooManyAbandoned."""
-        if self._abandoned.num_alive >= self._max_concurrency:
+        if self._abandoned.num_alive >= self._limits.max_concurrency:
             raise TooManyAbandoned(
                 f"{self._abandoned.num_alive} earlier calls still run past their deadlines, and"
-                f" {self._max_concurrency} is the limit: try again later"
+                f" {self._limits.max_concurrency} is the limit: try again later"
             )
         job = _ThreadJob(function, self._abandoned)
         try:
@@ -146,7 +148,7 @@ class ToolRunner:
         return job.result()
 
     def _failure(self, call: ToolCall, message: str) -> ToolResult:
-        text = shorten(f"error: {message}", self._max_result_bytes)
+        text = shorten(f"error: {message}", self._limits.max_result_bytes)
         return ToolResult(call.call_id, text, is_error=True)
 
 

@@ -53,7 +53,8 @@ def coerce_value(value: Any, schema: Mapping[str, Any] | bool, path: str) -> Any
     if misfit is not None:
         raise misfit
     wanted = " or ".join(_wanted(option) for option in options)
-    raise ToolArgumentsError(f"{path} is {_shown(value)}, expected {wanted}")
+    kind = type(value).__name__
+    raise ToolArgumentsError(f"{path} is {_shown(value)} ({kind}), expected {wanted}")
 
 
 def _options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -126,7 +127,7 @@ def _object(
     unknown = [name for name in value if name not in properties]
     if unknown and more is False:
         raise ToolArgumentsError(
-            f"{path} has no parameter {', '.join(map(_shown, unknown))}; parameters:"
+            f"{path} has no parameter {', '.join(name[:80] for name in unknown)}; parameters:"
             f" {', '.join(properties) or 'none'}"
         )
     return {

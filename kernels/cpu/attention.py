@@ -32,8 +32,8 @@ MAX_SCORES = 1 << 20
 """Scores held at once (4 MiB): what stays near the core is faster than fewer calls."""
 ROWS_AT_ONCE = 256
 """Rows (queries × query heads of a KV head) of a block in a long prefill; the fastest measured."""
-MAX_LOADED = 1 << 21
-"""Elements of the fp32 keys of sequences that run together (8 MiB)."""
+MAX_LOADED = 1 << 20
+"""Elements of the fp32 keys of sequences that run together (4 MiB); twice that costs up to three times a sequence."""
 
 
 @dataclass(frozen=True)

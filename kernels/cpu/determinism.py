@@ -12,10 +12,11 @@ use, and the cheapest plan that holds is kept:
 
 The operands are made to cancel: products that sum to exactly 0 leave nothing but rounding, so
 another order shows at once. On plain random numbers bf16 rounding hides it (one element in some
-10⁵ differs). Measured on a Zen 4 core with torch 2.13, one and two threads: fp32 needs 4 rows at
-nearly every shape, bf16 needs 2 or 4 at some (K 48, K ≥ 2048, N 8) and 1 at the others; only odd
-shapes (K 31, N 7) need tiles. Tried and dropped: padding every product to 64 rows, which is exact
-too and makes a decode of one row up to 6 times as dear.
+10⁵ differs). Measured on a Zen 4 core with torch 2.13, K up to 4096: with one thread fp32 needs 4
+rows at nearly every shape, with two 16; bf16 needs 2 or 4 at some shapes (K 48, K ≥ 2048, N 8) and
+1 at the others, with either; only odd shapes (K 31, N 7) need tiles. A search costs 1 to 120 ms at
+K ≤ 512 or N ≤ 512. Tried and dropped: padding every product to 64 rows, which is exact too, but a
+decode of one row then costs 5 to 20 times as much.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ _OFFSETS = (0, 1, 6)
 _MOST_BATCHED_ROWS = 2 * TILE_ROWS + 1
 _BUDGET_FLOP = 2e10
 """Of one candidate's check (about half a second); the longest batches are left out beyond it."""
-
 _BUDGET_ELEMENTS = 1 << 25
 """Of a checked weight (64 MiB in bf16). Beyond it fewer outputs stand for all, with the same remainder by 256: the
-one assumption here, that a library does not change a row's order of summation with thousands of outputs already there.
+one assumption here is that beyond thousands of outputs a library changes a row's order of summation no more.
 """
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

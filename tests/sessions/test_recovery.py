@@ -158,7 +158,7 @@ def test_h12_a_drain_ends_streams_as_unavailable_and_leaves_turns_resumable(
         tiers = Tiers()
         engine = FakeEngine(lambda prompt: "x" * 2000, held=True, tiers=tiers)
         async with harbour(tmp_path, engine) as h:
-            session = await h.client.create()
+            session = await h.client.create(park_policy="never")  # a drain parks all the same
             events: list[Event] = []
 
             async def follow() -> None:

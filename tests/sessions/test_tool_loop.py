@@ -262,6 +262,13 @@ def test_a12_a_truncated_call_ends_with_length_is_not_run_and_the_session_goes_o
             assert (await session.get()).pending_calls == ()
             again = await session.run("Never mind")
             assert (again.text, again.finish_reason) == ("All right.", "stop")
+            # Cut right behind the closing tag: whole to the eye, and still not ended by the model.
+            other = await h.client.create(tools=[a])
+            length = len(h.engine.encode(write_file("<|im_start|>user"), allow_special=True))
+            cut = await other.run("Write", sampling=Sampling(max_tokens=length))
+            assert (cut.finish_reason, ran) == ("length", [])
+            again = await other.run("Never mind")
+            assert (again.text, again.finish_reason) == ("All right.", "stop")
 
     run(scenario())
 
@@ -329,6 +336,26 @@ def test_attach_after_every_number_gives_exactly_the_rest(tmp_path: Path) -> Non
                 assert [i for e in rest for i in e.token_ids] == ids, after
                 if rest:
                     assert rest[0].first_seq == after + 1
+
+    run(scenario())
+
+
+def test_attach_in_the_middle_of_a_long_reply_knows_what_came_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        def model(prompt: str) -> str:
+            return "Let me think. " * 7 + calculator(prompt)
+
+        async with harbour(tmp_path, FakeEngine(model)) as h:
+            session = await h.client.create(tools=[add], park_policy="never")
+            live = (await session.run("2 + 3?")).events
+            (call,) = (e for e in live if isinstance(e, ToolCallReady))
+            assert call.first_seq > 160  # the call lies across two rows of the log
+            for after in (125, 140, 150, call.first_seq - 1):
+                rest = [e async for e in session.attach(after)]
+                text = "".join(e.text for e in rest if isinstance(e, TextDelta))
+                assert text == "".join(
+                    e.text for e in live if isinstance(e, TextDelta) and e.first_seq > after
+                )
 
     run(scenario())
 
