@@ -52,6 +52,9 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 """Ids go into cache keys and log lines; anything else is refused before it is looked up (case D16).
 """
 
+PARK_SHARE = 0.2
+"""Of a shutdown's grace: a park takes milliseconds, a turn seconds."""
+
 DRAIN_POLL_S = 0.02
 """Pause between looks at the running turns while the server drains."""
 
@@ -287,8 +290,10 @@ class SessionManager:
     # -- shutdown
     # ------------------------------------------------------------------------------------------
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no new work, let running turns end within `grace_s`, suspend and park the rest.
+    async def drain(self, grace_s: float, *, park_share: float = PARK_SHARE) -> None:
+        """Take no new work, let running turns end, suspend and park the rest, all in `grace_s`.
+
+        The last `park_share` of the time is for parking.
 
         Streams end with ServerDraining (UNAVAILABLE): the same client goes on with Attach at the
         next server. Sessions that wait for tools are parked at once: their turns cannot end here.
@@ -298,7 +303,7 @@ class SessionManager:
         end = loop.time() + grace_s
         for session in self._in_state(SessionState.WAITING_TOOLS):
             self._let_go(session)
-        while self._in_state(SessionState.RUNNING) and loop.time() < end * 1.0 - 0.2 * grace_s:
+        while self._in_state(SessionState.RUNNING) and loop.time() < end - park_share * grace_s:
             if self.engine_failed.is_set():
                 break
             await asyncio.sleep(DRAIN_POLL_S)

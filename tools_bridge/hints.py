@@ -108,7 +108,7 @@ def _record(hint: Any, where: str, outer: tuple[Any, ...]) -> HintSchema:
         ) from error
     if typing.is_typeddict(hint):
         names = list(hints)
-        required = [name for name in names if name in hint.__required_keys__]
+        required = _required_keys(hint, names)
         build: Callable[..., Any] = dict
     else:
         fields = [field for field in dataclasses.fields(hint) if field.init]
@@ -143,6 +143,21 @@ def _record(hint: Any, where: str, outer: tuple[Any, ...]) -> HintSchema:
         )
 
     return HintSchema(schema, convert, fits)
+
+
+def _required_keys(hint: Any, names: Sequence[str]) -> list[str]:
+    """Keys that a TypedDict must have. `__required_keys__` alone does not see `NotRequired` where
+    annotations are text (`from __future__ import annotations`).
+    """
+    marked = typing.get_type_hints(hint, include_extras=True)
+    required = []
+    for name in names:
+        mark = typing.get_origin(marked[name])
+        if mark is typing.Required or (
+            mark is not typing.NotRequired and name in hint.__required_keys__
+        ):
+            required.append(name)
+    return required
 
 
 def _union(parts: Sequence[HintSchema]) -> HintSchema:

@@ -32,9 +32,7 @@ class Tool:
     @property
     def is_async(self) -> bool:
         """Whether it runs on the event loop. A function that is not `async def` gets a thread."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
+        function = _unwrapped(self.function)
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object's own `async def __call__`
         )
@@ -170,12 +168,17 @@ class ToolRegistry:
         return found, found.python_arguments(call.parse_arguments())
 
 
+def _unwrapped(function: Callable[..., Any]) -> Any:
+    """What a partial is a partial of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def _read_signature(
     function: Callable[..., Any], name: str
 ) -> tuple[dict[str, Any], inspect.Signature]:
-    target: Any = function
-    while isinstance(target, functools.partial):
-        target = target.func
+    target = _unwrapped(function)
     if not (inspect.isroutine(target) or inspect.isclass(target)):
         target = getattr(target, "__call__", target)  # noqa: B004 - hints of a callable object
     try:
@@ -190,7 +193,12 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?:\s*(.*)")
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """(first paragraph, parameter → description), white space collapsed."""
-    lines = (inspect.getdoc(function) or "").splitlines()
+    target = _unwrapped(function)  # a partial would be described as what a partial is
+    text = inspect.getdoc(target) or ""
+    if _SECTION.fullmatch(text.split("\n", 1)[0]):
+        # Cleaning takes the first line's entries for the margin: show it where they begin.
+        text = inspect.cleandoc("\n" + (target.__doc__ or text))
+    lines = text.splitlines()
     paragraph: list[str] = []
     for line in lines:
         if not line.strip() or _SECTION.fullmatch(line):

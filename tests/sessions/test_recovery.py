@@ -169,7 +169,7 @@ def test_h12_a_drain_ends_streams_as_unavailable_and_leaves_turns_resumable(
             await queued(engine, 1)
             await step(engine, 3)
             await eventually(lambda: text_of(events) == "xxx")
-            draining = asyncio.create_task(h.manager.drain(0.3))
+            draining = asyncio.create_task(h.manager.drain(8.0, park_share=0.98))
             await asyncio.sleep(0)
             with pytest.raises(ServerDraining):
                 async for _ in session.generate("More", reconnect=False):

@@ -190,6 +190,7 @@ def test_methods_partials_and_callable_objects_are_functions_too() -> None:
     assert (called.schema.name, called.is_async) == ("Store", True)
     square = tool_from_function(functools.partial(power, exponent=2), name="square")
     assert square.schema.parameters["required"] == ["base"]
+    assert square.schema.description == "Raise."
 
 
 @pytest.mark.parametrize(
