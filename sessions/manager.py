@@ -311,7 +311,7 @@ class SessionManager:
             session.loop.suspend()
         for session in tuple(self._sessions.values()):
             self._let_go(session)
-        while any(s.parking.busy for s in self._sessions.values()) and loop.time() < end:
+        while any(_settling(s) for s in self._sessions.values()) and loop.time() < end:
             if self.engine_failed.is_set():
                 break
             await asyncio.sleep(DRAIN_POLL_S)
@@ -329,6 +329,11 @@ class SessionManager:
     async def inspect(self, session_id: str) -> Inspection:
         """The engine's count of blocks; see `EngineLink.inspect`."""
         return await self.link.inspect(session_id, self.limits.command_wait_s)
+
+
+def _settling(session: Session) -> bool:
+    """The engine still owes an answer: to an abort, which a park follows, or to a park."""
+    return session.loop.request is not None or session.parking.busy
 
 
 async def _logged(coroutine: Coroutine[Any, Any, object]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moorage.kernels import ops
+from moorage.kernels.cpu import experts as cpu_experts
 from moorage.kernels.equivalence import check, poisoned_memory
 
 NAN = float("nan")
@@ -113,6 +114,24 @@ def test_i7_empty_experts_and_empty_batches(backend: str, dtype: torch.dtype) ->
     # Three inner results are rounded to bf16 on top of the last one.
     assert difference.relative < (1e-5 if dtype == torch.float32 else 2.0**-6), difference
     assert empty.shape == (0, 32) and empty.dtype == dtype
+
+
+def test_an_expert_without_rows_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    gate_up, down = torch.randn(8, 6, 4), torch.randn(8, 4, 3)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert bias is None
+        read.extend(
+            e for e in range(8) if weight.data_ptr() in {gate_up[e].data_ptr(), down[e].data_ptr()}
+        )
+        return x @ weight.T
+
+    monkeypatch.setattr(cpu_experts, "linear", linear)
+    ops.moe_experts(
+        torch.randn(3, 4), torch.ones(3, 2), torch.tensor([[5, 2], [2, 5], [7, 2]]), gate_up, down
+    )
+    assert read == [2, 2, 5, 5, 7, 7]
 
 
 def test_experts_equal_the_dense_sum(backend: str) -> None:

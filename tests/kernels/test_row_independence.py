@@ -41,7 +41,9 @@ def op_on_rows(name: str, dtype: torch.dtype) -> tuple[RowOp, torch.Tensor]:
         ), random(ROWS, 5 * 11 + 5)
     scoring, renormalize = name.split()[1:]
     bias = random(61) if scoring == "sigmoid" else None
-    return lambda x: ops.route(x, 7, renormalize == "renormalized", scoring, bias), random(ROWS, 61)  # type: ignore[arg-type]
+    return lambda x: ops.route(x, 61, renormalize == "renormalized", scoring, bias), random(
+        ROWS, 61
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -179,6 +179,7 @@ def test_h12_a_drain_ends_streams_as_unavailable_and_leaves_turns_resumable(
             await queued(engine, 1)  # the park
             engine.allow(None)
             await draining
+            assert h.manager._sessions[session.session_id].ledger.row.parked
             with pytest.raises(ServerDraining):
                 await task
             assert not ends(events)

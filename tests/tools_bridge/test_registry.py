@@ -21,7 +21,8 @@ from moorage.tools_bridge.errors import (
     ToolSignatureError,
     UnknownTool,
 )
-from moorage.tools_bridge.registry import ToolRegistry, coerce_arguments, tool_from_function
+from moorage.tools_bridge.registry import ToolRegistry, tool_from_function
+from moorage.tools_bridge.schema import coerce_arguments
 
 
 class Colour(enum.Enum):
