@@ -81,11 +81,15 @@ def test_the_client_imports_no_torch_and_no_engine() -> None:
 
 def test_the_readme_names_every_module() -> None:
     tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("## The life")[0]
-    listed = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()}
+    listed = {
+        line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()
+    }
     modules = {
         str(path.relative_to(ROOT / folder))
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        if path.name != "__init__.py" and "_pb2" not in path.name and "__pycache__" not in path.parts
+        if path.name != "__init__.py"
+        and "_pb2" not in path.name
+        and "__pycache__" not in path.parts
     }
     assert modules - listed == set()
