@@ -104,7 +104,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         special_tokens=tuple(sorted(tokenizer.special_tokens)),
         deterministic=device.type == "cpu",
     )
-    runner = ModelRunner(Decoder(model, weights), kv_cache, config.block_size)
+    decoder = Decoder(model, weights)
+    decoder.warm_up()
+    runner = ModelRunner(decoder, kv_cache, config.block_size)
     return LoadedModel(info, tokenizer, runner, kv_cache, cache, geometry, _stores(config))
 
 

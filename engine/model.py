@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
@@ -64,6 +66,21 @@ class Decoder:
             normed = ops.rms_norm(hidden, weights["feed_forward_norm"], eps)
             hidden = hidden + feed_forward(normed, spec.feed_forward, weights)
         return hidden
+
+    def warm_up(self) -> None:
+        """Run every product once, so that the kernels' search for a deterministic form (once per shape and process) is
+        over before the first request."""
+        for matrix in self._matrices():
+            ops.linear(torch.zeros((1, matrix.shape[1]), dtype=matrix.dtype), matrix)
+
+    def _matrices(self) -> Iterator[torch.Tensor]:
+        yield self._head
+        for layer in self._layers:
+            for tensor in layer.values():
+                if tensor.dim() == 2:
+                    yield tensor
+                elif tensor.dim() == 3:  # one expert stands for all: they share a shape
+                    yield tensor[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, K] → fp32 [rows, V]; for the rows that sample and no others.

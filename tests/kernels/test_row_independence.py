@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -39,11 +40,10 @@ def op_on_rows(name: str, dtype: torch.dtype) -> tuple[RowOp, torch.Tensor]:
             x[:, :-5].reshape(-1, 5, 1, 11).transpose(0, 1).contiguous().to(dtype),
             x[:, -5:].T[..., None].contiguous(),
         ), random(ROWS, 5 * 11 + 5)
-    scoring, renormalize = name.split()[1:]
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if "sigmoid" in name else "softmax"
+    renormalize = name.endswith("renormalized")
     bias = random(61) if scoring == "sigmoid" else None
-    return lambda x: ops.route(x, 61, renormalize == "renormalized", scoring, bias), random(
-        ROWS, 61
-    )  # type: ignore[arg-type]
+    return lambda x: ops.route(x, 61, renormalize, scoring, bias), random(ROWS, 61)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

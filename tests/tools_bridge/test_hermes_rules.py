@@ -210,8 +210,8 @@ def explains(source: str, reply: Reply) -> bool:
                     value = None
                 said = "".join(call.arguments.split())
                 if (
-                    value
-                    and value["name"] == call.name
+                    isinstance(value, dict)
+                    and value.get("name") == call.name
                     and json.loads(said) == value.get("arguments", {})
                 ):
                     todo.append((end + len("</tool_call>"), text_at, call_at + 1))

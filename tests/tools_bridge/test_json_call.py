@@ -57,6 +57,7 @@ def _twice(pairs: list[tuple[str, object]]) -> bool:
     return names.count("name") > 1 or names.count("arguments") > 1
 
 
+@settings(deadline=None)
 @given(arguments=st.dictionaries(st.text(max_size=4), VALUES, max_size=3), data=st.data())
 def test_any_call_is_read_and_its_arguments_are_a_verbatim_slice(
     arguments: dict[str, object], data: st.DataObject
