@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from redis_server import RedisServer
+
+settings.register_profile("moorage", deadline=None)  # a busy machine is not a failing example
+settings.load_profile("moorage")
 
 
 @pytest.fixture(scope="session")
