@@ -1,0 +1,100 @@
+"""The corpora by name, and endless seeded batches of their dialogues.
+
+`narrow` is what the shipped model was trained on, `wide` has more wordings, tools and errors,
+`mixed` draws each dialogue from either with equal chance.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import narrow
+import torch
+import wide
+from chat import Chat, Json, encode
+from tokenizers import Tokenizer
+from torch import Tensor
+
+CorpusName = Literal["narrow", "wide", "mixed"]
+NAMES: tuple[CorpusName, ...] = get_args(CorpusName)
+POOL_SIZE = 200
+"""Dialogues that are sorted by length together."""
+
+Row = tuple[list[int], list[float]]
+
+
+def turn_messages(turn: wide.Turn) -> list[Json]:
+    """Messages of one turn of the wide corpus: user, rounds of calls and results, answer."""
+    messages: list[Json] = [{"role": "user", "content": turn.text}]
+    for calls in turn.rounds:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        tool_calls = [{"type": "function", "function": function} for function in functions]
+        messages.append({"role": "assistant", "content": "", "tool_calls": tool_calls})
+        messages += [{"role": "tool", "content": call.response} for call in calls]
+    messages.append({"role": "assistant", "content": turn.answer})
+    return messages
+
+
+def wide_chat(talk: wide.Dialogue) -> Chat:
+    """A dialogue of the wide corpus as messages."""
+    messages: list[Json] = [{"role": "system", "content": talk.system}] if talk.system else []
+    for turn in talk.turns:
+        messages += turn_messages(turn)
+    return Chat(messages, [tool.schema for tool in talk.tools])
+
+
+def draw(name: CorpusName, rng: random.Random) -> Chat:
+    """The next dialogue of a corpus."""
+    if name == "narrow" or (name == "mixed" and rng.random() < 0.5):
+        return narrow.dialogue(rng)
+    return wide_chat(wide.dialogue(rng))
+
+
+class Batches:
+    """Batches of dialogues of similar length, endless.
+
+    A row holds one dialogue from its start, so attention never sees a foreign one and positions
+    start at zero as they do in use. Sorting a pool of dialogues by length before it is cut into
+    batches keeps the padding to a few per cent. A batch is (ids, weights): int64 and float32
+    [rows, length], padded at the right with id 0 and weight 0; `weights` is each token's loss
+    weight as a target. Rows times length is at most `batch_tokens`; dialogues of more than
+    `max_len` tokens are left out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, corpus: CorpusName, seed: int, batch_tokens: int, max_len: int
+    ) -> None:
+        self._tokenizer, self._corpus = tokenizer, corpus
+        self._rng = random.Random(seed)
+        self._batch_tokens, self._max_len = batch_tokens, max_len
+
+    def _pool(self) -> list[list[Row]]:
+        rows: list[Row] = []
+        while len(rows) < POOL_SIZE:
+            row = encode(self._tokenizer, draw(self._corpus, self._rng))
+            if len(row[0]) <= self._max_len:
+                rows.append(row)
+        rows.sort(key=lambda row: len(row[0]))
+        batches: list[list[Row]] = []
+        current: list[Row] = []
+        for row in rows:  # ascending, so the newest row is the longest
+            if current and (len(current) + 1) * len(row[0]) > self._batch_tokens:
+                batches.append(current)
+                current = []
+            current.append(row)
+        batches.append(current)
+        self._rng.shuffle(batches)
+        return batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            for rows in self._pool():
+                length = max(len(ids) for ids, _ in rows)
+                ids = torch.zeros(len(rows), length, dtype=torch.long)
+                weights = torch.zeros(len(rows), length)
+                for index, (tokens, targets) in enumerate(rows):
+                    ids[index, : len(tokens)] = torch.tensor(tokens)
+                    weights[index, : len(targets)] = torch.tensor(targets)
+                yield ids, weights
