@@ -31,6 +31,10 @@ from moorage.prefix_cache.tiers import Completion
 IDLE_WAIT_S = 0.5
 """Longest sleep of an idle engine thread; commands and completions wake it at once, deadlines need no better."""
 
+BLOCKED_WAIT_S = 0.01
+"""Sleep before another try where work is there and nothing can be planned: memory comes free by a completion, which
+wakes the thread, or by the end of a park."""
+
 _log = structlog.get_logger("moorage.engine")
 
 
@@ -101,7 +105,10 @@ class Engine:
         try:
             self._statistics = self._loop.statistics()
             while not self._mailbox.closed:
-                wait_s = 0.0 if self._loop.has_work else self._loop.next_wait_s(IDLE_WAIT_S)
+                longest_s = IDLE_WAIT_S
+                if self._loop.has_work:
+                    longest_s = BLOCKED_WAIT_S if self._loop.blocked else 0.0
+                wait_s = self._loop.next_wait_s(longest_s)
                 for item in self._mailbox.take_all(wait_s):
                     self._loop.apply(item)
                 output = self._loop.step(time.monotonic())

@@ -3,8 +3,9 @@
 Policy: decodes first (one row each, they hold the most and need the least), then prefill chunks first come first
 served within a priority, under one token budget. A generation is admitted when the pool can hold its next chunk
 beside what runs. Where blocks are short the order of victims is: evictable tree leaves (inside `grow`), idle
-contexts by last use (their full blocks stay findable until evicted), the youngest running generation. A victim
-loses KV only, never tokens: it is computed again from its log, and counted.
+contexts by last use (their full blocks stay findable until evicted), waiting generations that still hold KV of an
+earlier turn, and the youngest running generation. Nobody takes from an older generation, so the oldest always gets
+on. A victim loses KV only, never tokens: it is computed again from its log, and counted.
 """
 
 from __future__ import annotations
@@ -113,13 +114,15 @@ class Scheduler:
         obtainable = statistics.free + statistics.evictable
         if needed <= obtainable:
             return True
-        idle = sum(
+        takeable = sum(
             other.table.num_blocks
             for other in self._contexts.values()
-            if other is not context and other.idle and other.table is not None
+            if other is not context
+            and other.table is not None
+            and (other.idle or self._may_be_taken(other, context))
         )
-        # Shared blocks of idle contexts are counted once each: an optimistic bound; `_plan_rows` has the last word.
-        return needed <= obtainable + idle or not self._running
+        # Blocks that several contexts share are counted for each: an optimistic bound; `_plan_rows` has the last word.
+        return needed <= obtainable + takeable or not self._running
 
     def _plan_rows(self, context: Context, num_rows: int, planned: set[str]) -> SequencePlan | None:
         """Blocks and plan for the next `num_rows` tokens; None where the context itself had to give way."""
@@ -150,7 +153,11 @@ class Scheduler:
             try:
                 self._cache.grow(context.table, num_tokens)
             except OutOfBlocks:
-                if not (self._drop_idle(context) or self._preempt_youngest(context, planned)):
+                if not (
+                    self._drop_idle(context)
+                    or self._drop_waiting(context)
+                    or self._preempt_youngest(context, planned)
+                ):
                     return False
             else:
                 return True
@@ -165,6 +172,27 @@ class Scheduler:
             return False
         victim = min(idle, key=lambda other: other.last_used)
         self.drop_blocks(victim, "device memory was short while the session was idle")
+        return True
+
+    @staticmethod
+    def _may_be_taken(other: Context, keep: Context) -> bool:
+        """Whether a waiting generation behind `keep` holds blocks that nothing in flight needs."""
+        return (
+            other.generation is not None
+            and other.generation.phase is Phase.WAITING
+            and other.table is not None
+            and other.loading is None
+            and other.parking is None
+            and _turn_order(other) > _turn_order(keep)
+        )
+
+    def _drop_waiting(self, keep: Context) -> bool:
+        """Take the blocks of the youngest waiting generation behind `keep`; what loads or parks is left alone."""
+        held = [other for other in self._waiting if self._may_be_taken(other, keep)]
+        if not held:
+            return False
+        victim = max(held, key=_turn_order)
+        self.drop_blocks(victim, "device memory was short while the turn waited for its start")
         return True
 
     def _preempt_youngest(self, keep: Context, planned: set[str]) -> bool:

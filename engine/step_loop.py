@@ -75,6 +75,8 @@ class StepLoop:
             admit=self._admit,
         )
         self._rules = EndRules(frozenset(model.info.eos_token_ids), model.info.context_len)
+        self.blocked = False
+        """The last step could plan nothing: whoever waits needs a completion or a command first."""
         self._step = 0
         self._order = 0
         self._tokens_sampled = 0
@@ -105,6 +107,7 @@ class StepLoop:
         """Expire deadlines, run one forward pass where there is work, and hand out what happened."""
         self._expire(now)
         plan = self._scheduler.schedule(self._step + 1)
+        self.blocked = plan is None
         if plan is not None:
             self._step += 1
             self._run(plan)

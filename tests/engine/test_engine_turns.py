@@ -163,6 +163,28 @@ def test_a_small_pool_gives_the_same_tokens_as_a_big_one(start_engine: Start) ->
     assert small.engine.statistics().num_preempted > 0
 
 
+def test_more_sessions_than_the_pool_holds_all_get_on(start_engine: Start) -> None:
+    """Six sessions take turns on a pool that holds two: waiting turns that hold old KV must give it up."""
+    want = SamplingParams(max_tokens=20, ignore_eos=True)
+    big, small = start_engine(), start_engine(num_blocks=32, context_len=500)
+    logs = {f"s{i}": prompt(100, 200 + i) for i in range(6)}
+    for turn in range(3):
+        requests = {}
+        for name, log in logs.items():
+            known = max(0, len(log) - 1) if turn else 0
+            log.extend(prompt(40, 300 + turn))
+            requests[name] = (
+                big.submit(name, log, num_known=known, sampling=want),
+                small.submit(name, log, num_known=known, sampling=want),
+            )
+        for name, (expected, got) in requests.items():
+            tokens = big.finish(expected).token_ids
+            assert small.finish(got).token_ids == tokens
+            logs[name].extend(tokens)
+    seen = small.inspect()
+    assert seen.total_blocks == 32
+
+
 def test_idle_contexts_give_way_and_are_recomputed_with_a_reason(start_engine: Start) -> None:
     engine = start_engine(num_blocks=12, context_len=192)
     log = prompt(90, 30)
