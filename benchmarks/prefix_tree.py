@@ -2,8 +2,8 @@
 
     benchmarks/prefix_tree.py [--blocks N] [--repeats N] [--json -]
 
-`match_100k_ms` matches a prompt of 100K tokens (6,250 blocks) that stands in a tree of `--blocks` blocks; tokens are compared,
-nothing needs hashing. Commit and evict are per 1,000 blocks. Fork is not there yet (null).
+`match_100k_ms` matches a prompt of 100K tokens (6,250 blocks) that stands in a tree of `--blocks` blocks; tokens are
+compared, nothing needs hashing. Commit and evict are per 1,000 blocks. Fork is not there yet (null).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".src"))
 
-from moorage.prefix_cache.block import Lineage, Namespace, pack_tokens  # noqa: E402
-from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache  # noqa: E402
+from moorage.prefix_cache.block import Lineage, Namespace, pack_tokens
+from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
 
 BLOCK = 16
 PROMPT_TOKENS = 100_000
