@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from moorage.engine.config import load_model_config
@@ -17,11 +18,15 @@ from moorage.engine.tokenizer import ModelTokenizer
 from moorage.engine.weights import load_weights, model_fingerprint
 from moorage.kernels.device import default_device, set_num_threads
 from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
+from moorage.prefix_cache.errors import StoreError
 from moorage.prefix_cache.frame import Geometry, run_blocks_for
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.redis_store import RedisConfig, RedisStore
 from moorage.prefix_cache.store import BlockStore
 
+REDIS_CHECK_S = 2.0
+"""Seconds that start-up waits for Redis to answer."""
+_log = structlog.get_logger("moorage.engine")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -115,5 +120,10 @@ def _stores(config: EngineConfig) -> tuple[BlockStore, ...]:
     tiers = config.tiers
     stores: list[BlockStore] = [HostStore(tiers.host_bytes)]
     if tiers.redis_url is not None:
-        stores.append(RedisStore(RedisConfig(url=tiers.redis_url, ttl_s=tiers.frame_ttl_s)))
+        redis = RedisStore(RedisConfig(url=tiers.redis_url, ttl_s=tiers.frame_ttl_s))
+        try:
+            redis.check(REDIS_CHECK_S)
+        except StoreError as error:  # it may come later: parks go to host memory until it does
+            _log.warning("Redis does not answer; parks go to host memory", reason=str(error))
+        stores.append(redis)
     return tuple(stores)

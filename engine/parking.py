@@ -339,6 +339,13 @@ class Parking:
             context.parking = None
             return [_refused(done.session_id, done.generation, FaultCode.STORE, str(done.error))]
         self._prepared[(done.session_id, done.generation)] = manifest
+        if done.degraded:
+            _log.warning(
+                "parked to another tier than asked",
+                session_id=done.session_id,
+                tier=done.tier,
+                reason=done.degraded,
+            )
         self.counters.bytes_parked += done.num_bytes
         return [
             ParkPrepared(

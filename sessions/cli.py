@@ -1,4 +1,4 @@
-"""The command `moorage`: serve, demo, version."""
+"""The command `moorage`: serve and demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 app = typer.Typer(
     help="Keeps an agent's context alive while its tools run.",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 _errors = Console(stderr=True, soft_wrap=True)
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 EXIT_USAGE = 2
 """Something that was asked for cannot be used: model, address, data directory, Redis."""
 
@@ -54,7 +56,9 @@ def default_model_dir() -> Path:
 def serve(
     model: Annotated[
         Path | None,
-        typer.Option(help="Folder with config.json, *.safetensors, tokenizer.json."),
+        typer.Option(
+            help="Folder with config.json, *.safetensors, tokenizer.json; default: the shipped model."
+        ),
     ] = None,
     listen: Annotated[
         str, typer.Option(help="HOST:PORT; port 0 takes a free one.")
@@ -90,10 +94,19 @@ def serve(
         _fail(f"--durability is {durability!r}, allowed are process and power")
     from moorage.engine import Engine, EngineConfig, EngineError, TierConfig
     from moorage.sessions.limits import Limits
-    from moorage.sessions.server import ServerConfig
+    from moorage.sessions.server import ServerConfig, parse_listen
     from moorage.sessions.server import serve as run_server
 
+    if kv_mib < 1:
+        _fail(f"--kv-mib is {kv_mib}, allowed is 1 or more")
     try:
+        host, _ = parse_listen(listen)
+        if tokens is None and host not in LOOPBACK:
+            _errors.print(
+                f"[yellow]moorage:[/] {escape(host)} may be reached from other machines and everyone is let in:"
+                " name bearer tokens with --tokens",
+                highlight=False,
+            )
         config = EngineConfig(
             model_dir=model or default_model_dir(),
             kv_bytes=kv_mib << 20,
@@ -134,7 +147,7 @@ def _announce(address: str) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    _errors.print(f"[bold red]moorage:[/] {message}", markup=True, highlight=False)
+    _errors.print("[bold red]moorage:[/]", escape(message), highlight=False)
     raise typer.Exit(EXIT_USAGE)
 
 

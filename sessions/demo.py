@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redis import Redis
+from redis.exceptions import RedisError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moorage.sessions.client import Answer, Client, ClientSession, Sampling
@@ -191,7 +194,20 @@ def calculate(expression: str) -> str:
 def run_demo(redis: str | None = None, model: Path | None = None) -> int:
     """The whole demo. The exit status: 0 where every check held."""
     console = Console(width=int(os.environ.get("COLUMNS", "118")), highlight=False)
+    if redis is not None and (problem := _redis_problem(redis)):
+        console.print(f"[red]{escape(problem)}[/red]")
+        return 2
     return asyncio.run(_demo(console, redis, model))
+
+
+def _redis_problem(url: str) -> str:
+    """Why this Redis cannot be used; empty if it can."""
+    try:
+        with Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3) as client:
+            client.ping()
+    except (RedisError, ValueError) as error:
+        return f"Redis does not answer: {error}; start one, or leave --redis out"
+    return ""
 
 
 async def _demo(console: Console, redis: str | None, model: Path | None) -> int:

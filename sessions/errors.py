@@ -307,7 +307,9 @@ def from_rpc_error(error: grpc.RpcError) -> MoorageError:
     text = str(known.details() if hasattr(known, "details") else "") or status.name
     match status:
         case grpc.StatusCode.UNAVAILABLE:
-            return UnavailableError(f"the server cannot be reached: {text}")
+            return UnavailableError(
+                f"the server cannot be reached (does `moorage serve` run there?): {text}"
+            )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"the call's deadline passed: {text}")
         case grpc.StatusCode.CANCELLED:

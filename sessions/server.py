@@ -34,6 +34,7 @@ HealthServicer = health.aio.HealthServicer  # pyright: ignore[reportAttributeAcc
 
 SERVICE_NAME = sessions_pb2.DESCRIPTOR.services_by_name["Sessions"].full_name
 
+MAX_PORT = 65_535
 MIN_PING_INTERVAL_MS = 5_000
 """Clients may ping this often without a call; shorter than any sensible keepalive, so none is cut
 off (case H2).
@@ -64,6 +65,18 @@ class RunningServer:
     manager: SessionManager
     health: Any
     """The asyncio health servicer (its package has no types)."""
+
+
+def parse_listen(listen: str) -> tuple[str, int]:
+    """HOST and port of `HOST:PORT`. Raises InvalidArgument for anything else."""
+    host, colon, port = listen.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) <= MAX_PORT):
+        raise InvalidArgument(
+            f"the address to listen on is {listen!r}, expected HOST:PORT with a port of 0 … {MAX_PORT}"
+            " (0 takes a free one)",
+            field="listen",
+        )
+    return host, int(port)
 
 
 @asynccontextmanager
@@ -98,11 +111,14 @@ async def running_server(
     reflection.enable_server_reflection(
         (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    host = listen.rpartition(":")[0]
+    host, _ = parse_listen(listen)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise InvalidArgument(f"cannot listen on {listen!r}: {error}", field="listen") from error
+        raise InvalidArgument(
+            f"cannot listen on {listen!r}: the address is taken or not of this machine; take another with --listen",
+            field="listen",
+        ) from error
     if port == 0:
         raise InvalidArgument(f"cannot listen on {listen!r}: the address is taken", field="listen")
     async with manager.run():

@@ -56,3 +56,27 @@ def test_help_names_the_commands() -> None:
     assert status == 0
     assert "serve" in output
     assert "demo" in output
+
+
+@pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999", "127.0.0.1:x", ":1"])
+def test_an_address_that_is_none_is_refused_before_anything_is_loaded(listen: str) -> None:
+    status, output = invoke("serve", "--listen", listen, "--model", "never-looked-at")
+    assert status == cli.EXIT_USAGE
+    assert "expected HOST:PORT" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:6379"])
+def test_a_redis_url_that_is_none_is_one_line_and_no_traceback(tmp_path: Path, url: str) -> None:
+    status, output = invoke("serve", "--redis", url, "--data-dir", str(tmp_path))
+    assert status == cli.EXIT_USAGE
+    assert "redis://" in output
+    assert "[/db]" in output  # brackets in a message are text, not markup
+    status, output = invoke("demo", "--redis", url)
+    assert status == cli.EXIT_USAGE
+    assert "Redis does not answer" in output
+
+
+def test_the_demo_says_at_once_that_redis_is_away() -> None:
+    status, output = invoke("demo", "--redis", "redis://127.0.0.1:1/0")
+    assert status == cli.EXIT_USAGE
+    assert "Redis does not answer" in output
