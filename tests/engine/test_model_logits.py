@@ -134,7 +134,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "one expert a token": {"num_experts_per_tok": 1, "norm_topk_prob": False},
     "as many KV heads as heads": {"num_key_value_heads": 4},
     "another rope base": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "another epsilon": {"rms_norm_eps": 1e-2},
+    "another epsilon": {"rms_norm_eps": 10.0},
 }
 
 

@@ -56,13 +56,13 @@ def test_greedy_takes_the_lowest_id_among_equal_maxima() -> None:
 def test_the_distribution_is_the_softmax() -> None:
     probabilities = [0.5, 0.3, 0.15, 0.05]
     logits = torch.tensor(probabilities).log().tolist()
-    counts = draws(logits, SamplingParams(temperature=1.0, seed=11), 20_000)
+    counts = draws(logits, SamplingParams(temperature=1.0, seed=11), 10_000)
     for token, probability in enumerate(probabilities):
-        assert counts[token] / 20_000 == pytest.approx(probability, abs=0.012)
+        assert counts[token] / 10_000 == pytest.approx(probability, abs=0.015)
     # Temperature 0.5 squares the odds: 25 : 9 : 2.25 : 0.25 of 36.5.
-    counts = draws(logits, SamplingParams(temperature=0.5, seed=11), 20_000)
+    counts = draws(logits, SamplingParams(temperature=0.5, seed=11), 10_000)
     for token, share in enumerate([25 / 36.5, 9 / 36.5, 2.25 / 36.5, 0.25 / 36.5]):
-        assert counts[token] / 20_000 == pytest.approx(share, abs=0.012)
+        assert counts[token] / 10_000 == pytest.approx(share, abs=0.015)
 
 
 @pytest.mark.parametrize(

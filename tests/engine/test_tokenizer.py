@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_harness import DEMO_MODEL
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -198,6 +198,8 @@ LETTERS = ["".join(word) for size in (1, 2, 3) for word in itertools.product("ab
     st.lists(st.sampled_from(LETTERS), max_size=8),
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
 )
+@example(["aba"], ["b", "aba"])
+@example(["bab", "a"], ["aba", "ba"])
 def test_the_cut_of_a_stop_string_does_not_depend_on_the_tokens(
     letters_tokenizer: Toy, words: list[str], stop: list[str]
 ) -> None:
