@@ -340,6 +340,8 @@ class TurnLoop:
         """
         if self._ledger.state is not SessionState.RUNNING or self.suspended:
             return
+        if self.ended_waiters:
+            return  # a cancel is under way: the abort in flight ends the turn, it does not pause it
         self.suspended = True
         request = self.request
         if request is not None and self._services.link.withdraw(request.command):

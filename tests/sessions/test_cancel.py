@@ -272,6 +272,7 @@ def test_f6_of_overlapping_turns_one_runs_and_the_history_is_not_interleaved(
 
             num_answers = 0
             for number in range(50):
+                await idle(session)
                 both = await asyncio.gather(attempt(f"a{number}"), attempt(f"b{number}"))
                 assert any(both)
                 num_answers += sum(answer is not None for answer in both)
@@ -418,5 +419,32 @@ def test_a_submit_reaches_the_engine_only_once_a_turn(tmp_path: Path) -> None:
             await session.run("One")
             await session.run("Two")
             assert sum(isinstance(c, Submit) for c in engine.commands) == 2
+
+    run(scenario())
+
+
+def test_a_stream_dropped_while_its_turn_is_cancelled_does_not_pause_the_turn(
+    tmp_path: Path,
+) -> None:
+    """The policy says park, but the cancel came first: it is acknowledged and the session is free."""
+
+    async def scenario() -> None:
+        engine = FakeEngine(long_reply, held=True)
+        async with harbour(tmp_path, engine) as h:
+            session = await h.client.create(disconnect_policy="park", park_policy="never")
+            seen: list[Event] = []
+            task = await start(session, "Hi", seen)
+            await queued(engine, 1)
+            await step(engine, 4)
+            await one_token(seen)
+            cancel = asyncio.create_task(session.cancel())
+            await queued(engine, 1)  # the abort
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await session.get()  # the server has seen the drop
+            engine.allow(None)
+            assert (await cancel).was_running
+            info = await session.get()
+            assert (info.state, info.parked) == ("idle", False)
 
     run(scenario())
