@@ -86,8 +86,9 @@ class Committer:
 
     async def _commit(self, batch: list[_Entry]) -> None:
         loop = asyncio.get_running_loop()
+        refused: list[tuple[list[_Entry], StaleWrite]] = []
+        error: MoorageError | None = None
         while batch:
-            error: MoorageError | None = None
             try:
                 writes = [entry.write for entry in batch]
                 await loop.run_in_executor(self._executor, self._store.commit, writes)
@@ -98,15 +99,17 @@ class Committer:
                 _log.warning(
                     "stale write refused", session_id=stale.session_id, reason=stale.message
                 )
-                _call(lost, stale)
+                refused.append((lost, stale))
                 continue
             except (
                 Exception
             ) as caught:  # whatever the store raised: these writes are not known durable
                 _log.error("commit failed", writes=len(batch), error=type(caught).__name__)
                 error = as_moorage_error(caught)
-            _call(batch, error)
-            return
+            break
+        _call(batch, error)
+        for lost, stale in refused:  # now what they lost against is durable and can be found
+            _call(lost, stale)
 
 
 def _call(entries: list[_Entry], error: MoorageError | None) -> None:

@@ -36,6 +36,7 @@ from moorage.sessions.errors import (
     ServerDraining,
     SessionNotFound,
     StaleWrite,
+    StoreUnavailable,
 )
 from moorage.sessions.ledger import bounded
 from moorage.sessions.limits import Limits
@@ -154,10 +155,14 @@ class SessionManager:
         self.committer.submit(SessionWrite(row), committed)
         try:
             await bounded(future, self.limits.commit_wait_s, "the session store did not answer")
-        except StaleWrite:  # another Create with this key was faster
+        except StaleWrite as error:  # another Create with this key was faster
             known = await self._by_key(namespace, idempotency_key)
             if known is None:
-                raise
+                raise StoreUnavailable(
+                    f"the other Create with idempotency_key {idempotency_key!r} was not stored:"
+                    " send this one again",
+                    retry_after_s=0.1,
+                ) from error
             return known, True
         return session_id, False
 

@@ -62,7 +62,13 @@ class Subscription:
         """Most events that the buffer ever held."""
 
     def offer(self, event: pb.Event) -> None:
-        """A durable event, in order. Never waits."""
+        """A durable event, in order. Never waits.
+
+        One that lies before the stream's start is passed over: a turn may begin, and its stream be
+        attached, while the end of the turn before is still on its way to the disk.
+        """
+        if event.last_seq < self._next_seq:
+            return
         if not self._from_log:
             if len(self._buffer) < self._max_events:
                 self._buffer.append(event)

@@ -1,7 +1,8 @@
 """The corpora by name, and endless seeded batches of their dialogues.
 
-`narrow` is what the shipped model was trained on, `wide` has more wordings, tools and errors,
-`mixed` draws each dialogue from either with equal chance.
+`narrow` has few sentence patterns, `wide` more wordings, tools and errors, `long` up to 4K tokens and
+questions about what was far back. `mixed` draws each dialogue from the first two with equal chance,
+`all` from all three.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+import long
 import narrow
 import torch
 import wide
@@ -17,8 +19,10 @@ from chat import Chat, Json, encode
 from tokenizers import Tokenizer
 from torch import Tensor
 
-CorpusName = Literal["narrow", "wide", "mixed"]
+CorpusName = Literal["narrow", "wide", "long", "mixed", "all"]
 NAMES: tuple[CorpusName, ...] = get_args(CorpusName)
+ALL_SHARES = (0.25, 0.4, 0.35)
+"""Of dialogues; the long ones hold two thirds of the tokens."""
 POOL_SIZE = 200
 """Dialogues that are sorted by length together."""
 
@@ -47,9 +51,13 @@ def wide_chat(talk: wide.Dialogue) -> Chat:
 
 def draw(name: CorpusName, rng: random.Random) -> Chat:
     """The next dialogue of a corpus."""
-    if name == "narrow" or (name == "mixed" and rng.random() < 0.5):
+    if name == "mixed":
+        name = "narrow" if rng.random() < 0.5 else "wide"
+    elif name == "all":
+        name = rng.choices(("narrow", "wide", "long"), ALL_SHARES)[0]
+    if name == "narrow":
         return narrow.dialogue(rng)
-    return wide_chat(wide.dialogue(rng))
+    return wide_chat(long.dialogue(rng) if name == "long" else wide.dialogue(rng))
 
 
 class Batches:

@@ -6,8 +6,7 @@ import random
 import re
 
 from chat import GENERATION_PROMPT, Json, message_pieces, opening_pieces
-from generate import Session, parse_calls
-from model import Model
+from generate import Generator, Session, parse_calls
 from narrow_values import base_tools, compute
 from tokenizers import Tokenizer
 
@@ -63,13 +62,13 @@ def answer(name: str, arguments: Json, store: dict[str, str]) -> str:
     return f"error: no tool {name}"
 
 
-def run_demo(model: Model, tokenizer: Tokenizer, order_seed: int | None = None) -> bool:
+def run_demo(generator: Generator, tokenizer: Tokenizer, order_seed: int | None = None) -> bool:
     """Print pass or fail for each prompt; true when all passed.
 
     With `order_seed` the prompts come in another order; the key berth then holds 391 already.
     """
     tools = base_tools(random.Random(5))
-    session, store = Session(model, tokenizer), dict[str, str]()
+    session, store = Session(generator, tokenizer), dict[str, str]()
     session.feed(opening_pieces(SYSTEM, [tools[name] for name in TOOLS]))
     prompts = list(PROMPTS)
     if order_seed is not None:

@@ -10,6 +10,9 @@ parallel     all calls of a message with several are right, in any order
 answer       narrow: the message is the corpus' own, character by character; wide: it has every
              fact (the result, or what was stored) and no call
 no_call      no call where none is due
+recall_1500  the answer holds a fact stated, stored or read 1,500 tokens before and not since
+recall_3500  the same at 3,500 tokens
+equal        with --against: the text is the same, character by character, in another runtime
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import long
 import narrow
 import torch
 import wide
@@ -32,19 +36,23 @@ from chat import (
     Json,
     assistant_text,
     encode,
+    encode_pieces,
     message_pieces,
     opening_pieces,
     split_system,
 )
-from corpus import wide_chat
+from corpus import turn_messages, wide_chat
 from demo import run_demo
 from export import load
-from generate import Session, parse_calls
+from generate import Generator, Session, parse_calls
 from model import Model
 from narrow_values import BASE_TOOLS
+from runtimes import RUNTIMES, open_runtime
 from tokenizers import Tokenizer
 
 FIGURES = ("wellformed", "exact_call", "answer", "unseen_tool", "parallel", "no_call")
+DISTANCES = {"recall_1500": 1500, "recall_3500": 3500}
+"""Tokens between a fact and its question."""
 Facts = list[list[str]]
 """What each answer of a dialogue has to contain, in order."""
 
@@ -57,7 +65,7 @@ def held_out(corpus: str, seed: int, number: int) -> tuple[Chat, Facts | None]:
     rng = random.Random(f"held-out/{corpus}/{seed}/{number}")
     if corpus == "narrow":
         return narrow.dialogue(rng), None
-    talk = wide.dialogue(rng)
+    talk = long.dialogue(rng) if corpus == "long" else wide.dialogue(rng)
     return wide_chat(talk), [turn.facts for turn in talk.turns]
 
 
@@ -86,8 +94,11 @@ class Tally:
 
     def add(self, figure: str, hit: bool, expected: str, got: str) -> None:
         """Count one item unless the figure has all it needs."""
-        if not self.is_open(figure):
-            return
+        if self.is_open(figure):
+            self.count(figure, hit, expected, got)
+
+    def count(self, figure: str, hit: bool, expected: str, got: str) -> None:
+        """Count one item."""
         self.hits[figure] += hit
         self.counts[figure] += 1
         if not hit:
@@ -96,7 +107,7 @@ class Tally:
     def figures(self) -> dict[str, Any]:
         """value, n and the ends of the 95 % interval by figure."""
         result: dict[str, Any] = {}
-        for figure in FIGURES:
+        for figure in self.counts:
             hits, count = self.hits[figure], self.counts[figure]
             low, high = interval(hits, count)
             result[figure] = {"value": hits / count, "n": count, "low": low, "high": high}
@@ -129,7 +140,30 @@ def _is_hit(figure: str, own: Json, facts: list[str] | None, text: str) -> bool:
     return sorted(json.dumps(call, sort_keys=True) for call in calls or []) == right
 
 
-def run_dialogue(session: Session, chat: Chat, facts: Facts | None, tally: Tally) -> None:
+class Speaker:
+    """Generates in one runtime and, where there is another, notes whether its text is equal."""
+
+    def __init__(self, tokenizer: Tokenizer, first: Generator, second: Generator | None) -> None:
+        self._generators = [first] if second is None else [first, second]
+        self.tokenizer = tokenizer
+        self.sessions: list[Session] = []
+
+    def begin(self) -> None:
+        """A new dialogue."""
+        self.sessions = [Session(generator, self.tokenizer) for generator in self._generators]
+
+    def feed(self, pieces: list[tuple[str, bool]]) -> None:
+        for session in self.sessions:
+            session.feed(pieces)
+
+    def generate(self, tally: Tally) -> str:
+        first, *others = [session.generate() for session in self.sessions]
+        for other in others:
+            tally.count("equal", first == other, first, other)
+        return first
+
+
+def run_dialogue(speaker: Speaker, chat: Chat, facts: Facts | None, tally: Tally) -> None:
     """Score every message of the assistant that some figure still needs."""
     system, messages = split_system(chat)
     pending = opening_pieces(system, chat.tools)
@@ -144,8 +178,8 @@ def run_dialogue(session: Session, chat: Chat, facts: Facts | None, tally: Tally
         since = []
         ending = message_pieces([own])
         if any(tally.is_open(figure) for figure in figures):
-            session.feed([*pending, (GENERATION_PROMPT, False)])
-            text = session.generate()
+            speaker.feed([*pending, (GENERATION_PROMPT, False)])
+            text = speaker.generate(tally)
             wanted = facts[answers] if facts and "answer" in figures else None
             for figure in figures:
                 hit = _is_hit(figure, own, wanted, text)
@@ -156,14 +190,49 @@ def run_dialogue(session: Session, chat: Chat, facts: Facts | None, tally: Tally
         answers += "answer" in figures
 
 
-def evaluate(model: Model, tokenizer: Tokenizer, corpus: str, wanted: int, seed: int) -> Tally:
-    """Dialogues until every figure has `wanted` items."""
+def far_recall(
+    tokenizer: Tokenizer, distance: int, seed: int, number: int
+) -> tuple[Chat, Json, str]:
+    """A dialogue without its last answer, that answer, and the fact that it must hold."""
+
+    def count(turns: list[wide.Turn]) -> int:
+        messages = [message for turn in turns for message in turn_messages(turn)]
+        return len(encode_pieces(tokenizer, message_pieces(messages)))
+
+    rng = random.Random(f"held-out/recall/{distance}/{seed}/{number}")
+    talk, fact = long.far_recall(rng, distance, count)
+    chat = wide_chat(talk)
+    return Chat(chat.messages[:-1], chat.tools), chat.messages[-1], fact
+
+
+def run_recall(speaker: Speaker, figure: str, seed: int, tally: Tally) -> None:
+    """Dialogues that ask for one fact far back, until the figure has its items."""
+    number = 0
+    while tally.is_open(figure):
+        chat, own, fact = far_recall(speaker.tokenizer, DISTANCES[figure], seed, number)
+        number += 1
+        system, messages = split_system(chat)
+        speaker.begin()
+        speaker.feed([*opening_pieces(system, chat.tools), *message_pieces(messages)])
+        speaker.feed([(GENERATION_PROMPT, False)])
+        text = speaker.generate(tally)
+        hit = "<tool_call>" not in text and fact in text
+        tally.add(figure, hit, assistant_text(own), text)
+
+
+def evaluate(speaker: Speaker, corpus: str, wanted: int, seed: int) -> Tally:
+    """Dialogues until every figure has `wanted` items; one line of progress for a hundred."""
     tally = Tally(wanted)
     number = 0
     while not tally.complete():
         chat, facts = held_out(corpus, seed, number)
-        run_dialogue(Session(model, tokenizer), chat, facts, tally)
+        speaker.begin()
+        run_dialogue(speaker, chat, facts, tally)
         number += 1
+        if number % 100 == 0:
+            print(f"{number} dialogues, {dict(tally.counts)}", file=sys.stderr, flush=True)
+    for figure in DISTANCES:
+        run_recall(speaker, figure, seed, tally)
     return tally
 
 
@@ -185,7 +254,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "weights")
-    parser.add_argument("--corpus", choices=("narrow", "wide"), default="narrow")
+    parser.add_argument("--corpus", choices=("narrow", "wide", "long"), default="narrow")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="plain")
+    parser.add_argument("--against", choices=RUNTIMES, help="compare the texts with this runtime's")
     parser.add_argument("-n", type=int, default=200, help="items a figure")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--demo", action="store_true", help="the demo prompts in one session")
@@ -197,10 +268,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     model = load(options.model)
+    first = open_runtime(options.runtime, options.model, options.threads)
     if options.demo:
-        sys.exit(0 if run_demo(model, tokenizer, options.shuffle) else 1)
+        sys.exit(0 if run_demo(first, tokenizer, options.shuffle) else 1)
+    second = (
+        open_runtime(options.against, options.model, options.threads) if options.against else None
+    )
     start = time.monotonic()
-    tally = evaluate(model, tokenizer, options.corpus, options.n, options.seed)
+    tally = evaluate(Speaker(tokenizer, first, second), options.corpus, options.n, options.seed)
     seconds = time.monotonic() - start
     figures = tally.figures()
     for figure, item in figures.items():
@@ -219,6 +294,8 @@ def main() -> None:
             "corpus": options.corpus,
             "seed": options.seed,
             "decoding": "greedy",
+            "runtime": options.runtime,
+            "against": options.against,
             "dtype": "float32",
             "torch": torch.__version__,
             "seconds": round(seconds, 1),

@@ -1,8 +1,9 @@
-"""Greedy generation with a KV cache that grows turn by turn and can be cut back."""
+"""Greedy generation of a dialogue, over whatever runs the model."""
 
 from __future__ import annotations
 
 import json
+from typing import Protocol
 
 import torch
 from chat import Json, encode_pieces
@@ -13,41 +14,72 @@ END = 2
 """Id of <|im_end|>."""
 
 
-class Session:
-    """One dialogue: a token log and its cache; only new tokens are computed."""
+class Generator(Protocol):
+    """What runs the model."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def generate(self, ids: list[int], limit: int) -> list[int]:
+        """The greedy continuation of `ids` up to END (not included), at most `limit` tokens."""
+        ...
+
+
+class PlainGenerator:
+    """The training model with a KV cache; what a call has in common with the one before is kept."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._cache: list[Past] = []
-        self._num_tokens = 0
-        self._next = 0  # the greedy choice after the last token
+        self._cached: list[int] = []
 
     @torch.no_grad()
-    def _feed_ids(self, ids: list[int]) -> None:
-        hidden = self.model(torch.tensor([ids]), self._cache or None)
+    def _feed(self, ids: list[int]) -> int:
+        hidden = self._model(torch.tensor([ids]), self._cache or None)
         self._cache = hidden.cache
-        self._next = int(self.model.logits(hidden.states[:, -1]).argmax())
-        self._num_tokens += len(ids)
+        self._cached += ids
+        return int(self._model.logits(hidden.states[:, -1]).argmax())
+
+    def generate(self, ids: list[int], limit: int) -> list[int]:
+        """See Generator."""
+        common = common_len(self._cached, ids[:-1])
+        self._cached = ids[:common]
+        self._cache = [(k[:, :, :common], v[:, :, :common]) for k, v in self._cache]
+        if common == 0:
+            self._cache = []
+        found: list[int] = []
+        token = self._feed(ids[common:])
+        while token != END and len(found) < limit:
+            found.append(token)
+            token = self._feed([token])
+        return found
+
+
+def common_len(first: list[int], second: list[int]) -> int:
+    """Length of the common prefix."""
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return min(len(first), len(second))
+
+
+class Session:
+    """One dialogue: a token log that grows and is never written anew."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer) -> None:
+        self.generator, self.tokenizer = generator, tokenizer
+        self._ids: list[int] = []
 
     def feed(self, pieces: list[tuple[str, bool]]) -> None:
-        """Compute pieces after what is there already."""
-        self._feed_ids(encode_pieces(self.tokenizer, pieces))
+        """Add pieces to the log."""
+        self._ids += encode_pieces(self.tokenizer, pieces)
 
     def generate(self, limit: int = 200, *, keep: bool = False) -> str:
         """Greedy text up to the end of the message, or `limit` tokens.
 
-        The log is cut back afterwards; with `keep` it holds the message and its end.
+        With `keep` the log holds the message and its end afterwards, otherwise it stays as it was.
         """
-        start, first = self._num_tokens, self._next
-        ids: list[int] = []
-        while self._next != END and len(ids) < limit:
-            ids.append(self._next)
-            self._feed_ids([self._next])
+        ids = self.generator.generate(self._ids, limit)
         if keep:
+            self._ids += ids
             self.feed([("<|im_end|>\n", False)])
-        else:
-            self._cache = [(k[:, :, :start], v[:, :, :start]) for k, v in self._cache]
-            self._num_tokens, self._next = start, first
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 

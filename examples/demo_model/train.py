@@ -2,8 +2,9 @@
 
 The learning rates warm up over the first steps, stay constant for `--minutes` and fall linearly
 to nearly nothing within `--decay-minutes`. A checkpoint is a dict of "m" (model), "muon", "adam"
-(optimiser states), "step" and "seen" (tokens, padding included). A resumed run has a clock and a
-stretch of dialogues of its own.
+(optimiser states), "step" and "seen" (tokens, padding included). A resumed run has a clock, a
+warm-up and a stretch of dialogues of its own. It can also start from a folder of exported weights,
+where no checkpoint is left: the optimisers then begin afresh.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from corpus import NAMES, Batches
+from export import load
 from model import Model
 from optimiser import ADAM_RATE, optimisers
 from tokenizers import Tokenizer
@@ -94,6 +96,14 @@ class Trainer:
         print(f"saved {self.step}", flush=True)
 
     def restore(self, path: Path) -> None:
+        """A checkpoint, or a folder of exported weights: its step is the last of `loss.csv` beside
+        this script.
+        """
+        if path.is_dir():
+            self.model.load_state_dict(load(path).state_dict())
+            curve = Path(__file__).with_name("loss.csv").read_text(encoding="utf-8").split()
+            self.step, self.seen = (int(cell) for cell in curve[-1].split(",")[:2])
+            return
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.model.load_state_dict(state["m"])
         self.muon.load_state_dict(state["muon"])
@@ -122,7 +132,7 @@ class Trainer:
 
     def train(self) -> None:
         """Steps until the time is up, with a log line, a CSV row and a checkpoint now and then."""
-        options = self.options
+        options, first_step = self.options, self.step
         seed = options.seed * SEED_STRIDE + self.step
         batches = Batches(self.tokenizer, options.corpus, seed, options.batch, options.max_len)
         steady_s, decay_s = 60 * options.minutes, 60 * options.decay_minutes
@@ -133,7 +143,7 @@ class Trainer:
             seconds = time.monotonic() - start
             if seconds >= steady_s + decay_s:
                 break
-            share = rate_share(self.step, seconds, steady_s, decay_s)
+            share = rate_share(self.step - first_step, seconds, steady_s, decay_s)
             recent.append(self.one_step(ids, weights, share))
             now = time.monotonic()
             if self.step % options.log_every == 0:
@@ -168,7 +178,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of last.pt and loss.csv")
     parser.add_argument("--corpus", choices=NAMES, default="narrow")
     parser.add_argument("--tokenizer", type=Path, default=here / "weights" / "tokenizer.json")
-    parser.add_argument("--resume", type=Path, help="checkpoint to continue")
+    parser.add_argument("--resume", type=Path, help="checkpoint or weights to continue")
     parser.add_argument("--minutes", type=float, default=62, help="at the full rate")
     parser.add_argument("--decay-minutes", type=float, default=12, help="after that")
     parser.add_argument("--rate", type=float, default=0.02, help="learning rate of Muon")

@@ -272,7 +272,6 @@ def test_f6_of_overlapping_turns_one_runs_and_the_history_is_not_interleaved(
 
             num_answers = 0
             for number in range(50):
-                await idle(session)
                 both = await asyncio.gather(attempt(f"a{number}"), attempt(f"b{number}"))
                 assert any(both)
                 num_answers += sum(answer is not None for answer in both)
