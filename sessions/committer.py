@@ -108,8 +108,8 @@ class Committer:
                 error = as_moorage_error(caught)
             break
         _call(batch, error)
-        for lost, stale in refused:  # now what they lost against is durable and can be found
-            _call(lost, stale)
+        for lost, reason in refused:  # now what they lost against is durable and can be found
+            _call(lost, reason)
 
 
 def _call(entries: list[_Entry], error: MoorageError | None) -> None:

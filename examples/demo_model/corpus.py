@@ -21,6 +21,7 @@ from torch import Tensor
 
 CorpusName = Literal["narrow", "wide", "long", "mixed", "all"]
 NAMES: tuple[CorpusName, ...] = get_args(CorpusName)
+_SOURCES: tuple[CorpusName, ...] = ("narrow", "wide", "long")
 ALL_SHARES = (0.25, 0.4, 0.35)
 """Of dialogues; the long ones hold two thirds of the tokens."""
 POOL_SIZE = 200
@@ -54,7 +55,7 @@ def draw(name: CorpusName, rng: random.Random) -> Chat:
     if name == "mixed":
         name = "narrow" if rng.random() < 0.5 else "wide"
     elif name == "all":
-        name = rng.choices(("narrow", "wide", "long"), ALL_SHARES)[0]
+        name = rng.choices(_SOURCES, ALL_SHARES)[0]
     if name == "narrow":
         return narrow.dialogue(rng)
     return wide_chat(long.dialogue(rng) if name == "long" else wide.dialogue(rng))
@@ -74,7 +75,8 @@ class Batches:
     def __init__(
         self, tokenizer: Tokenizer, corpus: CorpusName, seed: int, batch_tokens: int, max_len: int
     ) -> None:
-        self._tokenizer, self._corpus = tokenizer, corpus
+        self._tokenizer = tokenizer
+        self._corpus: CorpusName = corpus
         self._rng = random.Random(seed)
         self._batch_tokens, self._max_len = batch_tokens, max_len
 
