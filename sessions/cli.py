@@ -6,7 +6,7 @@ import asyncio
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -73,7 +73,8 @@ def serve(
         Path | None, typer.Option(help="File of bearer tokens, one 'TOKEN TENANT' a line.")
     ] = None,
     durability: Annotated[
-        str, typer.Option(help="What a commit survives: process (kill -9) or power.")
+        Literal["process", "power"],
+        typer.Option(help="What a commit survives: kill -9, or a power cut too."),
     ] = "process",
     kv_mib: Annotated[int, typer.Option(help="MiB of device memory for KV.")] = 512,
     threads: Annotated[int, typer.Option(help="CPU threads of the model; 0: torch's choice.")] = 0,
@@ -90,8 +91,6 @@ def serve(
     from moorage.sessions.errors import MoorageError
 
     log.configure(json_lines=json_logs or not sys.stderr.isatty())
-    if durability not in ("process", "power"):
-        _fail(f"--durability is {durability!r}, allowed are process and power")
     from moorage.engine import Engine, EngineConfig, EngineError, TierConfig
     from moorage.sessions.limits import Limits
     from moorage.sessions.server import ServerConfig, parse_listen
@@ -114,15 +113,14 @@ def serve(
             fill_freed_with_nan=nan_fill,
             tiers=TierConfig(redis_url=redis),
         )
-        engine = Engine(config)
         server = ServerConfig(
             listen=listen,
             data_dir=data_dir,
-            durability="power" if durability == "power" else "process",
+            durability=durability,
             tokens_file=tokens,
             limits=Limits(drain_s=drain_s),
         )
-        status = asyncio.run(run_server(engine, server, announce=_announce))
+        status = asyncio.run(run_server(lambda: Engine(config), server, announce=_announce))
     except (MoorageError, EngineError, OSError, ValueError) as error:
         _fail(str(error))
     raise typer.Exit(status)

@@ -5,6 +5,7 @@ single calls.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ from moorage.sessions.errors import (
     UnavailableError,
 )
 from moorage.sessions.proto import sessions_pb2 as pb
+
+_log = logging.getLogger("moorage.client")  # the standard library's: it is the caller's process
 
 CALL_TIMEOUT_S = 30.0
 """Default of every unary call: above the longest wait of the server, a park of 20 s."""
@@ -353,6 +356,9 @@ class Backoff:
 
     async def wait(self, problem: MoorageError) -> None:
         """Pause. Raises DeadlineExceeded, caused by `problem`, where no time is left for it."""
+        if self._pause_s == FIRST_BACKOFF_S:
+            left = self._deadline - now()
+            _log.warning("no answer, trying again for %.0f s: %s", left, problem.message)
         pause = self._pause_s * random.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, LAST_BACKOFF_S)
         if now() + pause >= self._deadline:

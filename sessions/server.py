@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -115,12 +116,9 @@ async def running_server(
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
-        raise InvalidArgument(
-            f"cannot listen on {listen!r}: the address is taken or not of this machine; take another with --listen",
-            field="listen",
-        ) from error
+        raise _not_bound(listen) from error
     if port == 0:
-        raise InvalidArgument(f"cannot listen on {listen!r}: the address is taken", field="listen")
+        raise _not_bound(listen)
     async with manager.run():
         await server.start()
         for name in ("", SERVICE_NAME):
@@ -132,20 +130,50 @@ async def running_server(
             await server.stop(grace=0.5)
 
 
+def check_listen(listen: str) -> None:
+    """Raises InvalidArgument where the address cannot be bound now. It may be taken later: the
+    server binds it for good once the model is loaded.
+    """
+    host, port = parse_listen(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), port), family=family).close()
+    except OSError as error:
+        raise _not_bound(listen) from error
+
+
+def _not_bound(listen: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"cannot listen on {listen!r}: the address is taken or not of this machine; take another"
+        " with --listen",
+        field="listen",
+    )
+
+
 async def serve(
-    engine: EngineFacade, config: ServerConfig, *, announce: Callable[[str], None]
+    open_engine: Callable[[], EngineFacade],
+    config: ServerConfig,
+    *,
+    announce: Callable[[str], None],
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain. The exit status: 0, or 1 where the engine ended by
     itself.
 
-    `announce` is called with HOST:PORT once calls are answered. Raises MoorageError subclasses for
-    a data directory, token file or address that cannot be used.
+    `open_engine` loads the model, which takes long: it is called once address, tokens and data
+    directory are known to be usable. `announce` is called with HOST:PORT once calls are answered.
+    Raises MoorageError subclasses for what cannot be used, and whatever `open_engine` raises.
     """
     arm_from_environment()
+    check_listen(config.listen)
     authenticator = (
         Authenticator.from_file(config.tokens_file) if config.tokens_file else Authenticator()
     )
     store = SqliteStore(config.data_dir, durability=config.durability)
+    try:
+        engine = open_engine()
+    except BaseException:
+        store.close()
+        raise
     try:
         async with running_server(
             engine,

@@ -58,6 +58,10 @@ if __name__ == "__main__":
     )
     sys.exit(
         asyncio.run(
-            serve(PacedEngine(agent), config, announce=lambda a: print(f"ready {a}", flush=True))
+            serve(
+                lambda: PacedEngine(agent),
+                config,
+                announce=lambda a: print(f"ready {a}", flush=True),
+            )
         )
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import moorage.engine
 from moorage.sessions import cli, log
+from moorage.sessions.sqlite_store import SqliteStore
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,24 @@ def test_a_model_that_is_not_there_names_its_folder(tmp_path: Path) -> None:
 def test_an_unknown_durability_is_refused() -> None:
     status, output = invoke("serve", "--durability", "hope")
     assert status == cli.EXIT_USAGE
-    assert "process and power" in output
+    assert "'process', 'power'" in output
+
+
+def test_a_busy_address_or_data_directory_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(config: object) -> None:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr(moorage.engine, "Engine", load)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, output = invoke("serve", "--listen", address, "--data-dir", str(tmp_path / "a"))
+    assert (status, address in output, "--listen" in output) == (cli.EXIT_USAGE, True, True)
+    store = SqliteStore(tmp_path / "b")
+    status, output = invoke("serve", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "b"))
+    store.close()
+    assert (status, "--data-dir" in output) == (cli.EXIT_USAGE, True)
 
 
 def test_the_default_model_is_looked_for_beside_the_source_tree(
