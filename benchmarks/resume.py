@@ -12,44 +12,24 @@ the run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import queue
 import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / ".src"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import xxhash  # noqa: E402
+from driver import Driver  # noqa: E402
 
-from moorage.engine import (  # noqa: E402
-    Engine,
-    EngineConfig,
-    Namespace,
-    Park,
-    ParkCommitted,
-    ParkDone,
-    ParkPrepared,
-    Release,
-    Request,
-    SamplingParams,
-    StepOutput,
-    Submit,
-    TierConfig,
-    TokenOutput,
-    pack_tokens,
-)
+from moorage.engine import Engine, EngineConfig, TierConfig  # noqa: E402
 
-NAMESPACE = Namespace("benchmark", "default")
-WAIT_S = 300.0
 FIGURES = [
     "host_ratio",
     "redis_ratio",
@@ -66,65 +46,6 @@ FIGURES = [
     "park_unpark_ms",
     "sessions_kept_alive",
 ]
-
-
-@dataclass
-class Continued:
-    """One measured continuation."""
-
-    ttft_s: float
-    output: TokenOutput
-
-
-class Bench:
-    """An engine, driven one request at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._outputs: queue.Queue[StepOutput] = queue.Queue()
-        self._numbers = itertools.count(1)
-        engine.start(self._outputs.put)
-
-    def ask(
-        self, session: str, log: list[int], known: int, manifest: bytes | None = None
-    ) -> Continued:
-        """One token behind `log`."""
-        request = Request(
-            request_id=f"r{next(self._numbers)}",
-            session_id=session,
-            namespace=NAMESPACE,
-            token_ids=pack_tokens(log),
-            num_prompt=len(log),
-            num_known=known,
-            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
-            manifest=manifest,
-        )
-        started = time.perf_counter()
-        self._engine.send(Submit(request))
-        while True:
-            for token in self._outputs.get(timeout=WAIT_S).tokens:
-                if token.error is not None:
-                    raise SystemExit(f"the engine refused the request: {token.error.message}")
-                return Continued(time.perf_counter() - started, token)
-
-    def park(self, session: str, generation: int, tier: str) -> tuple[ParkPrepared, float]:
-        """The prepared park and the whole time from command to freed blocks."""
-        started = time.perf_counter()
-        self._engine.send(Park(session, generation, tier))  # type: ignore[arg-type]
-        prepared: ParkPrepared | None = None
-        while True:
-            for event in self._outputs.get(timeout=WAIT_S).events:
-                if isinstance(event, ParkPrepared):
-                    prepared = event
-                    self._engine.send(ParkCommitted(session, generation))
-                elif isinstance(event, ParkDone) and prepared is not None:
-                    return prepared, time.perf_counter() - started
-                else:
-                    raise SystemExit(f"park to {tier} failed: {event}")
-
-    def release(self, session: str, manifest: bytes | None) -> None:
-        """Close the session."""
-        self._engine.send(Release(session, NAMESPACE, manifest))
 
 
 def copy_and_checksum_s(num_bytes: int, redis_url: str | None) -> float:
@@ -174,7 +95,7 @@ def measure(arguments: argparse.Namespace, redis_url: str) -> dict[str, Any]:
     length, new = arguments.context, arguments.new
     if length + 4 * (new + 1) + 1 > info.context_len:
         raise SystemExit(f"--context {length} with 4 × {new} new tokens exceeds {info.context_len}")
-    bench = Bench(engine)
+    bench = Driver(engine)
     ttft: dict[str, list[float]] = defaultdict(list)
     restore: dict[str, list[float]] = defaultdict(list)
     excess_tokens: list[int] = []
