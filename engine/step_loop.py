@@ -13,17 +13,16 @@ import structlog
 from moorage.engine.admission import EndRules, check_request, common_prefix, fault_code
 from moorage.engine.context import Context, Generation, Phase
 from moorage.engine.errors import EngineError
+from moorage.engine.inspection import inspect
 from moorage.engine.loading import load_model
 from moorage.engine.output import (
-    EngineEvent,
     EngineFault,
     EngineStatistics,
     FaultCode,
     FinishReason,
-    Inspection,
     StepOutput,
-    TokenOutput,
 )
+from moorage.engine.output_buffer import OutputBuffer
 from moorage.engine.parking import Parking
 from moorage.engine.plan import SequenceResult, StepPlan
 from moorage.engine.request import (
@@ -38,8 +37,10 @@ from moorage.engine.request import (
     Restore,
     Submit,
 )
+from moorage.engine.restoring import Restoring
 from moorage.engine.scheduler import Scheduler
 from moorage.engine.settings import EngineConfig
+from moorage.engine.tier_io import TierIO
 from moorage.prefix_cache.block import (
     TOKEN_BYTES,
     Lineage,
@@ -47,7 +48,6 @@ from moorage.prefix_cache.block import (
     num_tokens_in,
     pack_tokens,
 )
-from moorage.prefix_cache.errors import CacheError
 from moorage.prefix_cache.tiers import Completion, DeleteDone, LoadDone, ParkDone
 
 _log = structlog.get_logger("moorage.engine")
@@ -66,7 +66,9 @@ class StepLoop:
         self._cache = model.cache
         self._contexts: dict[str, Context] = {}
         self._by_request: dict[str, Context] = {}
-        self._parking = Parking(config, model, complete)
+        self._io = TierIO(config, model, complete)
+        self._parking = Parking(self._io)
+        self._restoring = Restoring(self._io)
         self._scheduler = Scheduler(
             self._cache,
             self._contexts,
@@ -80,8 +82,7 @@ class StepLoop:
         self._step = 0
         self._order = 0
         self._tokens_sampled = 0
-        self._tokens: list[TokenOutput] = []
-        self._events: list[EngineEvent] = []
+        self._out = OutputBuffer()
 
     # -- what the thread asks ------------------------------------------------------------------------------
 
@@ -111,15 +112,12 @@ class StepLoop:
         if plan is not None:
             self._step += 1
             self._run(plan)
-        output = StepOutput(self._step, tuple(self._tokens), tuple(self._events))
-        self._tokens.clear()
-        self._events.clear()
-        return output
+        return self._out.take(self._step)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of every counter."""
         blocks = self._cache.statistics()
-        parking = self._parking.counters
+        tiers = self._io.counters
         return EngineStatistics(
             steps=self._step,
             tokens_forwarded=self._runner.tokens_forwarded,
@@ -137,19 +135,19 @@ class StepLoop:
             total_blocks=blocks.total,
             num_nodes=blocks.num_nodes,
             num_splits=blocks.num_splits,
-            bytes_parked=parking.bytes_parked,
-            bytes_restored=parking.bytes_restored,
-            tokens_device=parking.tokens_device,
-            tokens_host=parking.tokens_host,
-            tokens_redis=parking.tokens_redis,
-            tokens_recomputed=parking.tokens_recomputed,
-            tokens_new=parking.tokens_new,
-            store_failures=parking.store_failures,
+            bytes_parked=tiers.bytes_parked,
+            bytes_restored=tiers.bytes_restored,
+            tokens_device=tiers.tokens_device,
+            tokens_host=tiers.tokens_host,
+            tokens_redis=tiers.tokens_redis,
+            tokens_recomputed=tiers.tokens_recomputed,
+            tokens_new=tiers.tokens_new,
+            store_failures=tiers.store_failures,
         )
 
     def close(self, deadline_s: float) -> None:
         """Stop the tier workers; waits at most `deadline_s`."""
-        self._parking.close(deadline_s)
+        self._io.close(deadline_s)
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -162,10 +160,10 @@ class StepLoop:
                 self._abort(request_id)
             case Park(session_id, generation, tier):
                 context = self._contexts.get(session_id)
-                self._events.extend(self._parking.begin(context, session_id, generation, tier))
+                self._out.events(self._parking.begin(context, session_id, generation, tier))
             case ParkCommitted(session_id, generation):
                 context = self._contexts.get(session_id)
-                self._events.extend(self._parking.committed(context, session_id, generation))
+                self._out.events(self._parking.committed(context, session_id, generation))
                 self._forget_if_empty(context)
             case ParkFailed(session_id, generation):
                 self._parking.failed(self._contexts.get(session_id), session_id, generation)
@@ -174,9 +172,17 @@ class StepLoop:
             case Release(session_id, namespace, manifest):
                 self._release(session_id, namespace, manifest)
             case Inspect(inspection_id, session_id):
-                self._events.append(self._inspect(inspection_id, session_id))
-            case ParkDone() | LoadDone() | DeleteDone():
-                self._complete(item)
+                context = self._contexts.get(session_id)
+                self._out.events(
+                    [inspect(self._io, self._runner, inspection_id, session_id, context)]
+                )
+            case ParkDone():
+                context = self._contexts.get(item.session_id)
+                self._out.events(self._parking.finished(item, context))
+            case LoadDone():
+                self._out.events(self._restoring.finished(item, self._scheduler))
+            case DeleteDone():
+                self._io.counters.store_failures += item.error is not None
 
     def _submit(self, request: Request) -> None:
         try:
@@ -189,11 +195,12 @@ class StepLoop:
                 num_waiting=self._scheduler.num_waiting,
             )
         except EngineError as error:
-            self._refuse(request, EngineFault(fault_code(error), str(error)))
+            fault = EngineFault(fault_code(error), str(error))
+            self._out.end(request, request.num_tokens, FinishReason.ERROR, fault=fault)
             return
         context = self._context(request.session_id, request.namespace, request.extra_key)
         self._adopt_log(context, request.token_ids)
-        self._parking.adopt_manifest(context, request.manifest)
+        self._restoring.adopt_manifest(context, request.manifest)
         decoder, finished = self._rules.replay(request, self.tokenizer)
         self._order += 1
         generation = Generation(
@@ -204,16 +211,7 @@ class StepLoop:
             num_generated=request.num_tokens - request.num_prompt,
         )
         if finished is not None:  # the crash came between the last token and the turn's end
-            self._tokens.append(
-                TokenOutput(
-                    request.request_id,
-                    request.session_id,
-                    request.num_tokens,
-                    None,
-                    "",
-                    finished,
-                )
-            )
+            self._out.end(request, request.num_tokens, finished)
             return
         context.generation = generation
         self._by_request[request.request_id] = context
@@ -231,12 +229,12 @@ class StepLoop:
                 FaultCode.STATE,
                 f"session {command.session_id} runs, loads or parks: it cannot be restored now",
             )
-            self._events.append(self._parking.restore_refused(command.session_id, fault))
+            self._out.events([self._restoring.restore_refused(command.session_id, fault)])
             return
         self._adopt_log(context, command.token_ids)
-        self._parking.adopt_manifest(context, command.manifest)
-        if event := self._parking.begin_restore(context):
-            self._events.append(event)
+        self._restoring.adopt_manifest(context, command.manifest)
+        if event := self._restoring.begin_restore(context):
+            self._out.events([event])
 
     def _release(self, session_id: str, namespace: Namespace, manifest: bytes | None) -> None:
         context = self._contexts.get(session_id)
@@ -248,35 +246,6 @@ class StepLoop:
             self._drop(context)
             self._contexts.pop(session_id, None)
         self._parking.forget(namespace, manifest, context)
-
-    def _inspect(self, inspection_id: str, session_id: str) -> Inspection:
-        error = ""
-        try:
-            self._cache.check_integrity()
-        except CacheError as found:
-            error = str(found)
-        blocks = self._cache.statistics()
-        context = self._contexts.get(session_id)
-        table = context.table if context is not None else None
-        committed = table.num_committed if table is not None else 0
-        held = table.num_blocks if table is not None else 0
-        return Inspection(
-            inspection_id=inspection_id,
-            session_id=session_id,
-            session_locked_blocks=committed,
-            session_in_use_blocks=held - committed,
-            free_blocks=blocks.free,
-            evictable_blocks=blocks.evictable,
-            locked_blocks=blocks.locked,
-            in_use_blocks=blocks.in_use,
-            total_blocks=blocks.total,
-            free_blocks_not_nan=self._kv.count_not_nan(self._cache.free_block_ids()),
-            num_nodes=blocks.num_nodes,
-            num_splits=blocks.num_splits,
-            tokens_forwarded=self._runner.tokens_forwarded,
-            forward_passes=self._runner.forward_passes,
-            integrity_error=error,
-        )
 
     # -- contexts ------------------------------------------------------------------------------------------
 
@@ -313,7 +282,7 @@ class StepLoop:
     def _drop(self, context: Context) -> None:
         if context.restoring:
             fault = EngineFault(FaultCode.STATE, "the session's log changed while it was restored")
-            self._events.append(self._parking.restore_refused(context.session_id, fault))
+            self._out.events([self._restoring.restore_refused(context.session_id, fault)])
         context.loading, context.restoring = None, False
         if context.table is not None:
             self._cache.release(context.table)
@@ -329,10 +298,7 @@ class StepLoop:
         """Find the context's KV: held blocks, tree, tiers; the rest will be computed."""
         if context.loading is not None:
             return Phase.WAITING
-        return self._parking.open(context, generation)
-
-    def _complete(self, done: Completion) -> None:
-        self._events.extend(self._parking.complete(done, self._contexts, self._scheduler))
+        return self._restoring.open(context, generation)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -376,7 +342,6 @@ class StepLoop:
         context.num_computed = 0
 
     def _emit(self, context: Context, generation: Generation, token_id: int) -> None:
-        position = context.num_tokens
         context.token_ids += pack_tokens([token_id])
         generation.num_generated += 1
         self._tokens_sampled += 1
@@ -397,22 +362,7 @@ class StepLoop:
             fault = EngineFault(FaultCode.INTERNAL, f"detokeniser failed: {error}")
             self._end(context, FinishReason.ERROR, fault)
             return
-        first = not generation.first_token_sent
-        generation.first_token_sent = True
-        self._tokens.append(
-            TokenOutput(
-                request_id=request.request_id,
-                session_id=context.session_id,
-                position=position,
-                token_id=token_id,
-                text=text,
-                finish_reason=reason,
-                sources=generation.sources if first else None,
-                num_forwarded=generation.num_forwarded,
-                restore_s=generation.restore_s if first else 0.0,
-                queue_s=generation.admitted_s - generation.submitted_s if first else 0.0,
-            )
-        )
+        self._out.token(context, generation, token_id, text, reason)
         if reason is not None:
             self._detach(context)
 
@@ -429,32 +379,15 @@ class StepLoop:
         if generation is None:
             return
         text = generation.decoder.finish() if fault is None else ""
-        self._tokens.append(
-            TokenOutput(
-                request_id=generation.request.request_id,
-                session_id=context.session_id,
-                position=context.num_tokens,
-                token_id=None,
-                text=text,
-                finish_reason=reason,
-                error=fault,
-                num_forwarded=generation.num_forwarded,
-            )
+        self._out.end(
+            generation.request,
+            context.num_tokens,
+            reason,
+            text=text,
+            fault=fault,
+            num_forwarded=generation.num_forwarded,
         )
         self._detach(context)
-
-    def _refuse(self, request: Request, fault: EngineFault) -> None:
-        self._tokens.append(
-            TokenOutput(
-                request_id=request.request_id,
-                session_id=request.session_id,
-                position=request.num_tokens,
-                token_id=None,
-                text="",
-                finish_reason=FinishReason.ERROR,
-                error=fault,
-            )
-        )
 
     def _detach(self, context: Context) -> None:
         generation = context.generation

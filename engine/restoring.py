@@ -1,0 +1,210 @@
+"""Restoring contexts: the engine thread's side.
+
+Match the device tree first, read what is missing from the tiers, verify, put it in place, and leave everything
+behind the first hole to be recomputed. Lost frames are misses, never errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moorage.engine.context import Context, Generation, Phase
+from moorage.engine.output import EngineEvent, EngineFault, RestoreDone, TokensBySource
+from moorage.engine.scheduler import Scheduler
+from moorage.engine.tier_io import TierIO, bytes_of
+from moorage.prefix_cache import tiers
+from moorage.prefix_cache.errors import CacheError, ManifestMismatch
+from moorage.prefix_cache.parked_context import ParkedContext
+
+
+@dataclass(frozen=True)
+class _LoadInFlight:
+    context: Context
+    staging: torch.Tensor
+    first_block: int
+    started_s: float
+
+
+class Restoring:
+    """Starts and ends loads for the step loop."""
+
+    def __init__(self, io: TierIO) -> None:
+        self._io = io
+        self._loads: dict[int, _LoadInFlight] = {}
+        self._next_job = 0
+
+    def adopt_manifest(self, context: Context, manifest_bytes: bytes | None) -> None:
+        """Read the manifest that sessions handed in; one that cannot be used is a miss, with its reason."""
+        if manifest_bytes is None:
+            return
+        try:
+            manifest = ParkedContext.from_bytes(manifest_bytes)
+        except ManifestMismatch as error:
+            context.manifest = None
+            context.lost_reason = f"manifest: {error.reason}"
+            return
+        if manifest.lineage != context.lineage:
+            context.manifest = None
+            context.lost_reason = f"manifest: {_lineage_difference(manifest, context)}"
+            return
+        context.manifest = manifest
+
+    def open(self, context: Context, generation: Generation) -> Phase:
+        """Give the context a table and start whatever load it needs; the phase it is then in."""
+        if context.table is None:
+            self._open_from_tree(context)
+            if generation.sources is None and self._start_load(context):
+                generation.load_started_s = time.monotonic()
+                return Phase.LOADING
+        if generation.sources is None:
+            self.settle(context, generation, {}, context.lost_reason)
+        return Phase.RUNNING
+
+    def begin_restore(self, context: Context) -> RestoreDone | None:
+        """Bring KV back without a generation. None where a load was started."""
+        if context.table is None:
+            self._open_from_tree(context)
+            if self._start_load(context):
+                context.restoring = True
+                return None
+        return RestoreDone(
+            context.session_id,
+            _sources(context, context.num_computed, {}, context.num_computed, context.lost_reason),
+            0,
+            0.0,
+        )
+
+    @staticmethod
+    def restore_refused(session_id: str, fault: EngineFault) -> RestoreDone:
+        """The answer to a `Restore` that cannot be done now."""
+        return RestoreDone(session_id, TokensBySource(), 0, 0.0, fault)
+
+    def _open_from_tree(self, context: Context) -> None:
+        """The longest prefix on the device; at most all but the last token, whose logits are needed."""
+        tokens = context.tokens(0, context.num_tokens - 1)
+        match = self._io.cache.match(context.lineage, tokens)
+        context.table = self._io.cache.open(match)
+        context.num_computed = match.num_tokens
+
+    def _start_load(self, context: Context) -> bool:
+        manifest = context.manifest
+        if manifest is None or manifest.num_tokens <= context.num_computed:
+            return False
+        first_block = context.num_computed // self._io.block_size
+        end = min(manifest.num_tokens, context.num_tokens - 1)
+        num_blocks = -(-end // self._io.block_size) - first_block
+        if num_blocks <= 0:
+            return False
+        staging = torch.empty((num_blocks, *self._io.kv.block_shape), dtype=self._io.kv.dtype)
+        job = tiers.LoadJob(
+            job_id=self._next_job,
+            manifest=manifest,
+            first_block=first_block,
+            token_ids=context.tokens(0, end),
+            destination=bytes_of(staging),
+            geometry=self._io.geometry,
+            deadline_s=self._io.deadline_s,
+        )
+        try:
+            self._io.workers.load(job)
+        except CacheError as error:
+            context.lost_reason = f"not loaded: {error}"
+            return False
+        self._loads[self._next_job] = _LoadInFlight(context, staging, first_block, time.monotonic())
+        context.loading = self._next_job
+        self._next_job += 1
+        return True
+
+    def settle(
+        self,
+        context: Context,
+        generation: Generation,
+        by_tier: Mapping[str, int],
+        reason: str,
+    ) -> None:
+        """Account for every token of the log: where its KV came from."""
+        loaded = sum(by_tier.values())
+        sources = _sources(
+            context, context.num_computed - loaded, by_tier, generation.request.num_known, reason
+        )
+        generation.sources = sources
+        generation.admitted_s = time.monotonic()
+        counters = self._io.counters
+        counters.tokens_device += sources.device
+        counters.tokens_host += sources.host
+        counters.tokens_disk += sources.disk
+        counters.tokens_redis += sources.redis
+        counters.tokens_recomputed += sources.recomputed
+        counters.tokens_new += sources.new
+
+    def finished(self, done: tiers.LoadDone, scheduler: Scheduler) -> list[EngineEvent]:
+        load = self._loads.pop(done.job_id)
+        context = load.context
+        reason = f"{done.miss}: {done.miss_detail}" if done.miss is not None else ""
+        by_tier: Mapping[str, int] = done.tokens_by_tier
+        if context.loading != done.job_id:
+            return []  # aborted, released or closed while the read was under way
+        context.loading = None
+        self._io.counters.store_failures += done.miss in _STORE_FAULTS
+        if not self._place(load, done.num_tokens, scheduler):
+            by_tier, reason = {}, "device memory was short for the restored blocks"
+        self._io.counters.bytes_restored += done.num_bytes
+        seconds = time.monotonic() - load.started_s
+        if context.restoring:
+            context.restoring = False
+            known = context.manifest.num_tokens if context.manifest else 0
+            loaded = sum(by_tier.values())
+            sources = _sources(context, context.num_computed - loaded, by_tier, known, reason)
+            return [RestoreDone(context.session_id, sources, done.num_bytes, seconds)]
+        generation = context.generation
+        if generation is not None:
+            generation.restore_s = seconds
+            generation.phase = Phase.RUNNING
+            self.settle(context, generation, by_tier, reason)
+        return []
+
+    def _place(self, load: _LoadInFlight, num_tokens: int, scheduler: Scheduler) -> bool:
+        """Verified KV into device blocks, and full blocks into the tree."""
+        context = load.context
+        if num_tokens == 0 or context.table is None:
+            return True
+        end = load.first_block * self._io.block_size + num_tokens
+        if not scheduler.make_room(context, end, set()):
+            return False
+        last_block = -(-end // self._io.block_size)
+        self._io.kv.scatter(context.table.block_ids[load.first_block : last_block], load.staging)
+        context.num_computed = end
+        self._io.cache.commit(context.table, context.token_ids, end)
+        return True
+
+
+_STORE_FAULTS = (tiers.MissReason.STORE_FAILED, tiers.MissReason.TIMED_OUT)
+
+
+def _lineage_difference(manifest: ParkedContext, context: Context) -> str:
+    if manifest.lineage.namespace != context.lineage.namespace:
+        return "another namespace"
+    if manifest.lineage.fingerprint != context.lineage.fingerprint:
+        return "another model, config, numerics profile or run size"
+    return "another extra key"
+
+
+def _sources(
+    context: Context, device: int, by_tier: Mapping[str, int], num_known: int, reason: str
+) -> TokensBySource:
+    """Every token of the log by where its KV came from; sums to the log's length."""
+    covered = device + sum(by_tier.values())
+    recomputed = max(0, num_known - covered)
+    return TokensBySource(
+        device=device,
+        host=by_tier.get("host", 0),
+        disk=by_tier.get("disk", 0),
+        redis=by_tier.get("redis", 0),
+        recomputed=recomputed,
+        new=context.num_tokens - max(covered, num_known),
+        recomputed_reason=(reason or "not on the device and not parked") if recomputed else "",
+    )

@@ -1,0 +1,92 @@
+"""What parking and restoring share: the tier workers, the geometry of frames, the counters, and letting frames go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from moorage.engine.loading import LoadedModel
+from moorage.engine.settings import EngineConfig
+from moorage.prefix_cache import tiers
+from moorage.prefix_cache.errors import CacheError
+from moorage.prefix_cache.parked_context import ParkedContext
+
+_log = structlog.get_logger("moorage.engine")
+
+
+@dataclass
+class TierCounters:
+    """What the tiers gave and took since the engine started; tokens are counted after verification."""
+
+    bytes_parked: int = 0
+    bytes_restored: int = 0
+    tokens_device: int = 0
+    tokens_host: int = 0
+    tokens_disk: int = 0
+    tokens_redis: int = 0
+    tokens_recomputed: int = 0
+    tokens_new: int = 0
+    store_failures: int = 0
+
+
+class TierIO:
+    """One engine's way to the tiers below the device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        complete: Callable[[tiers.Completion], None],
+    ) -> None:
+        self.kv = model.kv_cache
+        self.cache = model.cache
+        self.geometry = model.geometry
+        self.deadline_s = config.tiers.deadline_s
+        self.workers = tiers.TierWorkers(
+            model.stores,
+            complete,
+            num_workers=config.tiers.num_workers,
+            queue_len=config.tiers.queue_len,
+        )
+        self.counters = TierCounters()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.geometry.block_size
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the workers; waits at most `deadline_s`."""
+        self.workers.close(deadline_s)
+
+    def delete(
+        self, manifest: ParkedContext | None, superseded_by: ParkedContext | None = None
+    ) -> None:
+        """Let go of a manifest's frames, less those that a newer one still names.
+
+        Best effort: what cannot be deleted now goes by age.
+        """
+        if manifest is None:
+            return
+        for tier, keys in manifest.keys_by_tier(without=superseded_by).items():
+            job = tiers.DeleteJob(
+                session_id=manifest.session_id,
+                namespace=manifest.lineage.namespace,
+                keys=keys,
+                tier=tier,
+                deadline_s=self.deadline_s,
+            )
+            try:
+                self.workers.delete(job)
+            except CacheError as error:
+                _log.warning(
+                    "old frames left to age", session_id=manifest.session_id, reason=str(error)
+                )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable byte view of a contiguous host tensor; the view keeps the tensor's memory alive."""
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
