@@ -20,6 +20,8 @@ from wide_words import filename, key, number, sentence, value, word
 
 CHARS_PER_TOKEN = 2.35
 """`num_chars` a token of the shipped tokenizer, low enough that no dialogue exceeds 4096 tokens."""
+DRILL_SHARE = 0.5
+"""Of dialogues that are mostly facts and questions."""
 _LETTERS = "äöüßéèêñçøåæžšłńğıαβγδεθλμπσбвгдежзиклмнопрстья京東山川海水火木日月"
 
 
@@ -157,7 +159,7 @@ def many_at_once(rng: random.Random, world: LongWorld) -> Turn | None:
     )
 
 
-_MIX: tuple[tuple[Callable[[random.Random, LongWorld], Turn | None], float], ...] = (
+_MIX: tuple[tuple[wide.Skill[LongWorld], float], ...] = (
     (note, 0.15),
     (recall, 0.27),
     (row_of_calls, 0.08),
@@ -169,8 +171,13 @@ _MIX: tuple[tuple[Callable[[random.Random, LongWorld], Turn | None], float], ...
     (wide.talk, 0.05),
     (wide.refuse, 0.04),
 )
-_SKILLS = [skill for skill, _ in _MIX]
-_WEIGHTS = [weight for _, weight in _MIX]
+_DRILL: tuple[tuple[wide.Skill[LongWorld], float], ...] = (
+    (note, 0.33),
+    (recall, 0.47),
+    (wide.single, 0.16),
+    (wide.talk, 0.04),
+)
+"""Mostly facts and questions: ten times as many questions a token."""
 
 
 def num_chars(turn: Turn) -> int:
@@ -192,10 +199,12 @@ def new_world(rng: random.Random) -> LongWorld:
     return LongWorld({tool.name: tool for tool in tools})
 
 
-def draw_turn(rng: random.Random, world: LongWorld) -> Turn:
+def draw_turn(rng: random.Random, world: LongWorld, *, drill: bool = False) -> Turn:
     """The next turn of any kind."""
+    mix = _DRILL if drill else _MIX
     while True:
-        turn = rng.choices(_SKILLS, _WEIGHTS)[0](rng, world)
+        skill = rng.choices([skill for skill, _ in mix], [weight for _, weight in mix])[0]
+        turn = wide.attempt(skill, rng, world)
         if turn is not None:
             return turn
 
@@ -212,10 +221,15 @@ def dialogue(rng: random.Random) -> wide.Dialogue:
     left = budget * CHARS_PER_TOKEN - len(system)
     left -= sum(len(json.dumps(tool.schema)) for tool in tools)
     turns = [note(rng, world)]
+    drill = rng.random() < DRILL_SHARE
     while left > 0:
-        turns.append(draw_turn(rng, world))
+        turns.append(draw_turn(rng, world, drill=drill))
         left -= num_chars(turns[-1])
     return wide.Dialogue(system, tools, turns)
+
+
+def _facts(world: LongWorld, kind: str) -> dict[str, str]:
+    return {"note": world.notes, "key": world.store, "file": world.files}[kind]
 
 
 def far_recall(
@@ -237,21 +251,23 @@ def far_recall(
         )
         request = ask(rng, world, "kv_get" if kind == "key" else "read_file")
         first = Turn(request.text, request.answer, request.facts, [[request.call]])
-        name = next(iter(world.store if kind == "key" else world.files))
-    fact = {"note": world.notes, "key": world.store, "file": world.files}[kind][name]
+        name = next(iter(_facts(world, kind)))
+    fact = _facts(world, kind)[name]
     if len(fact) < 3:
         return far_recall(rng, distance, count)  # a digit would be right by chance
+
+    def skill(rng: random.Random, world: LongWorld) -> Turn | None:
+        turn = draw_turn(rng, world)
+        unchanged = _facts(world, kind).get(name) == fact
+        return turn if unchanged and fact not in turn.answer else None  # said again, it is near
+
     turns: list[Turn] = []
     length = 0
     while length < distance:
-        turn = draw_turn(rng, world)
-        if {"note": world.notes, "key": world.store, "file": world.files}[kind][name] != fact:
-            return far_recall(rng, distance, count)  # it was changed meanwhile: another dialogue
-        if fact in turn.answer:
-            world.last = None
-            continue  # said again in between, it would be near
-        turns.append(turn)
-        length += count([turn])
+        turn = wide.attempt(skill, rng, world)
+        if turn is not None:
+            turns.append(turn)
+            length += count([turn])
     last = question(rng, world, kind, name)
     return wide.Dialogue(
         "Be brief and exact.", list(world.tools.values()), [first, *turns, last]

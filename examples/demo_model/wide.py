@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from wide_asks import (
     FIXED_REQUESTS,
@@ -17,6 +19,7 @@ from wide_asks import (
 from wide_schemas import Tool, toolbox
 from wide_words import NOUNS, filename, key, made_up, number, value, word
 
+W = TypeVar("W", bound=World)
 REFUSAL = "I have no tool for that."
 
 
@@ -309,7 +312,19 @@ def refuse(rng: random.Random, world: World) -> Turn:
     return Turn(text, REFUSAL, [REFUSAL])
 
 
-_MIX: tuple[tuple[Callable[[random.Random, World], Turn | None], float], ...] = (
+Skill = Callable[[random.Random, W], Turn | None]
+
+
+def attempt(skill: Skill[W], rng: random.Random, world: W) -> Turn | None:
+    """A turn of this kind; where there is none, the world is as if nobody had tried."""
+    before = {name: copy.copy(value) for name, value in vars(world).items()}
+    turn = skill(rng, world)
+    if turn is None:
+        vars(world).update(before)
+    return turn
+
+
+_MIX: tuple[tuple[Skill[World], float], ...] = (
     (single, 0.44),
     (parallel, 0.14),
     (chain, 0.16),
@@ -351,7 +366,7 @@ def dialogue(rng: random.Random) -> Dialogue:
     wanted = rng.choice((1, 2, 3, 3, 4, 4, 5, 5, 6))
     done: list[Turn] = []
     while len(done) < wanted:
-        turn = rng.choices(_SKILLS, _WEIGHTS)[0](rng, world)
+        turn = attempt(rng.choices(_SKILLS, _WEIGHTS)[0], rng, world)
         if turn is not None:
             done.append(turn)
     return Dialogue(system, list(world.tools.values()), done)
