@@ -79,17 +79,26 @@ class InputEncoder:
         return self._services.chat_template().opening(self._config.system, self._config.tools)
 
     async def encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """On a worker thread: a message of megabytes must not stop the other sessions' tokens."""
+        """On a worker thread: a message of megabytes must not stop the other sessions' tokens.
+
+        Raises ContextTooLong for a piece whose beginning alone does not fit.
+        """
         if not pieces:
             return []
-        engine = self._services.engine
-        return await asyncio.to_thread(
-            lambda: [
-                token_id
-                for piece in pieces
-                for token_id in engine.encode(piece.text, allow_special=not piece.is_content)
-            ]
-        )
+        engine, held = self._services.engine, self._ledger.log.num_tokens
+        limit = engine.model_info.context_len
+
+        def work() -> list[int]:
+            ids: list[int] = []
+            for piece in pieces:
+                for num_chars in (4 * limit, 16 * limit):  # megabytes are refused by their head
+                    if len(piece.text) > num_chars:
+                        head = engine.encode(piece.text[:num_chars], allow_special=False)
+                        check_fits(held, len(ids) + len(head), limit, more=True)
+                ids += engine.encode(piece.text, allow_special=not piece.is_content)
+            return ids
+
+        return await asyncio.to_thread(work)
 
     def fit(self, ids: list[int]) -> list[int]:
         """`ids` as they are appended now: without an end of turn that the model wrote itself.
@@ -118,13 +127,15 @@ class InputEncoder:
                 )
 
 
-def check_fits(num_held: int, num_new: int, limit: int) -> None:
-    """Raises ContextTooLong unless one token of the window stays free for the answer."""
+def check_fits(num_held: int, num_new: int, limit: int, *, more: bool = False) -> None:
+    """Raises ContextTooLong unless one token of the window stays free for the answer.
+
+    `more`: the input was counted in part only.
+    """
     if num_held + num_new >= limit:
+        least = "more than " if more else ""
         raise ContextTooLong(
-            f"the session holds {num_held} tokens and the input has {num_new}: together"
-            f" {num_held + num_new},"
-            f" and the window is {limit}, one of which must be free for the answer; shorten the"
-            " input or begin"
-            " another session"
+            f"the session holds {num_held} tokens and the input has {least}{num_new}: together"
+            f" {least}{num_held + num_new}, and the window is {limit}, one of which must be free"
+            " for the answer; shorten the input or begin another session"
         )

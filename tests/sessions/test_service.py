@@ -462,3 +462,24 @@ def test_the_client_imports_neither_torch_nor_the_engine() -> None:
     )
     source = Path(__file__).parents[2] / ".src"
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(source)})
+
+
+def test_megabytes_that_cannot_fit_are_refused_by_their_beginning(tmp_path: Path) -> None:
+    class Counting(FakeEngine):
+        num_chars = 0
+
+        def encode(self, text: str, *, allow_special: bool) -> list[int]:
+            self.num_chars += len(text)
+            return super().encode(text, allow_special=allow_special)
+
+    async def scenario() -> None:
+        engine = Counting(yes, context_len=1000)
+        async with harbour(tmp_path, engine) as h:
+            session = await h.client.create(park_policy="never")
+            before = engine.num_chars
+            with pytest.raises(e.ContextTooLong, match="has more than 4006: together"):
+                await session.run("x" * 2_000_000)
+            assert engine.num_chars - before < 5000
+            assert (await session.run("Hi")).text == "Yes."
+
+    run(scenario())
