@@ -1,12 +1,13 @@
 """What a resume costs: TTFT of a parked session against one that never left the device, and against recomputation.
 
-    benchmarks/resume.py [--model demo|DIR] [--context N] [--new N] [--repeats N] [--redis URL] [--json -]
+    benchmarks/resume.py [--model demo|DIR] [--context N] [--new N] [--repeats N] [--redis URL] [--peers] [--json -]
 
 All in one process and one run on the real engine: per repeat a fresh context is computed once, then continued
-with `new` tokens four times: hot (never parked), parked to host, parked to Redis, and dropped and recomputed.
-Ratios are medians over repeats. `*_excess` is the engine's own restore time over the time that copying and
-checksumming the same bytes out of that tier takes, measured beside it. Without a Redis URL one is started for
-the run.
+with `new` tokens: hot (never parked), parked to each tier, and dropped and recomputed. Ratios are medians over
+repeats. `*_excess` is the engine's own restore time over the time that copying and checksumming the same bytes
+out of that tier takes, measured beside it. `sessions_kept_alive`: sessions that were parked and all came back
+with nothing recomputed, over what the device pool of that run holds. Without a Redis URL one is started for the
+run. `--peers` measures llama.cpp in the same run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +32,11 @@ sys.path[:0] = [str(ROOT / ".src"), str(ROOT / "tests"), str(ROOT / "benchmarks"
 import torch  # noqa: E402
 import xxhash  # noqa: E402
 from driver import Driver  # noqa: E402
+from peers import DEFAULT_SCRIPTS, llamacpp_turn  # noqa: E402
 
 from moorage.engine import Engine, EngineConfig, TierConfig  # noqa: E402
 
+DEMO = ROOT / "examples" / "demo_model" / "weights"
 FIGURES = [
     "host_ratio",
     "redis_ratio",
@@ -48,76 +55,106 @@ FIGURES = [
 ]
 
 
-def copy_and_checksum_s(num_bytes: int, redis_url: str | None) -> float:
-    """Seconds to bring `num_bytes` out of a tier, checksummed and copied into place: the least any restore needs."""
-    destination = bytearray(num_bytes)
-    source = bytes(num_bytes)
-    times = []
-    if redis_url is None:
-        for _ in range(7):
-            started = time.perf_counter()
-            xxhash.xxh3_128_digest(source)
-            memoryview(destination)[:] = source
-            times.append(time.perf_counter() - started)
-        return statistics.median(times)
+TIERS = ("host", "redis")
+KEPT_CONTEXT = 512
+"""Tokens of each session of `sessions_kept_alive`."""
+KEPT_HELD = 2
+"""Sessions that the device pool of that run holds."""
+
+
+def host_floor_s(num_bytes: int) -> float:
+    """Seconds to checksum and copy so many bytes in memory: the least that any restore needs."""
+    source, destination = random.randbytes(num_bytes), bytearray(num_bytes)
+
+    def once() -> None:
+        xxhash.xxh3_128_digest(source)
+        memoryview(destination)[:] = source
+
+    return _median_s(once)
+
+
+def disk_floor_s(num_bytes: int, folder: Path) -> float:
+    """The same out of a file that the system has just written, read in pieces of 4 MiB."""
+    path = folder / "floor"
+    path.write_bytes(random.randbytes(num_bytes))
+    destination = memoryview(bytearray(num_bytes))
+
+    def once() -> None:
+        with path.open("rb", buffering=0) as file:
+            at = 0
+            while at < num_bytes:
+                at += file.readinto(destination[at : at + (4 << 20)]) or 0
+        xxhash.xxh3_128_digest(destination)
+
+    return _median_s(once)
+
+
+def redis_floor_s(num_bytes: int, url: str) -> float:
+    """The same out of Redis, pipelined in pieces of 1 MiB."""
     import redis
 
-    with redis.Redis.from_url(redis_url) as client:
-        pieces = [source[at : at + (1 << 20)] for at in range(0, num_bytes, 1 << 20)]
-        for index, piece in enumerate(pieces):
-            client.set(f"benchmark:{index}", piece)
-        for _ in range(7):
-            started = time.perf_counter()
+    destination = memoryview(bytearray(num_bytes))
+    with redis.Redis.from_url(url) as client:
+        sizes = [min(1 << 20, num_bytes - at) for at in range(0, num_bytes, 1 << 20)]
+        for index, size in enumerate(sizes):
+            client.set(f"benchmark:{index}", random.randbytes(size))
+
+        def once() -> None:
             pipeline = client.pipeline(transaction=False)
-            for index in range(len(pieces)):
+            for index in range(len(sizes)):
                 pipeline.get(f"benchmark:{index}")
             at = 0
             for piece in pipeline.execute():
                 xxhash.xxh3_128_digest(piece)
-                memoryview(destination)[at : at + len(piece)] = piece
+                destination[at : at + len(piece)] = piece
                 at += len(piece)
-            times.append(time.perf_counter() - started)
-        client.delete(*(f"benchmark:{index}" for index in range(len(pieces))))
+
+        seconds = _median_s(once)
+        client.delete(*(f"benchmark:{index}" for index in range(len(sizes))))
+    return seconds
+
+
+def _median_s(once: Callable[[], None]) -> float:
+    times = []
+    for _ in range(9):
+        started = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 
-def measure(arguments: argparse.Namespace, redis_url: str) -> dict[str, Any]:
-    """All figures and the conditions they were measured under."""
-    model_dir = (
-        ROOT / "examples" / "demo_model" / "weights"
-        if arguments.model == "demo"
-        else Path(arguments.model)
-    )
-    engine = Engine(
-        EngineConfig(model_dir=model_dir, kv_bytes=256 << 20, tiers=TierConfig(redis_url=redis_url))
-    )
-    info = engine.model_info
-    length, new = arguments.context, arguments.new
-    if length + 4 * (new + 1) + 1 > info.context_len:
-        raise SystemExit(f"--context {length} with 4 × {new} new tokens exceeds {info.context_len}")
-    bench = Driver(engine)
-    ttft: dict[str, list[float]] = defaultdict(list)
-    restore: dict[str, list[float]] = defaultdict(list)
-    excess_tokens: list[int] = []
-    park_unpark: list[float] = []
-    num_bytes = 0
-    for repeat in range(arguments.repeats + 1):  # the first one warms up and is not counted
+@dataclass
+class Measured:
+    """What the repeats gave, by kind of continuation."""
+
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    restore_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    park_unpark_s: list[float] = field(default_factory=list)
+    excess_tokens: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def continuations(bench: Driver, options: argparse.Namespace, tiers: Sequence[str]) -> Measured:
+    """The repeats; the first one warms up and is not counted."""
+    found = Measured()
+    vocab_size = bench.engine.model_info.vocab_size
+    for repeat in range(options.repeats + 1):
         draw = random.Random(repeat)
-        log = [draw.randrange(300, info.vocab_size) for _ in range(length)]
+        log = [draw.randrange(300, vocab_size) for _ in range(options.context)]
         session = f"s{repeat}"
         log.append(int(bench.ask(session, log, 0).output.token_id or 0))
         manifest: bytes | None = None
-        for generation, kind in enumerate(("hot", "host", "redis", "recompute"), start=1):
+        for generation, kind in enumerate(("hot", *tiers, "recompute"), start=1):
             known = len(log) - 1
             parked_s = 0.0
-            if kind in ("host", "redis"):
+            if kind in tiers:
                 prepared, parked_s = bench.park(session, generation, kind)
-                manifest, num_bytes = prepared.manifest, prepared.num_bytes
+                manifest, found.num_bytes = prepared.manifest, prepared.num_bytes
             if kind == "recompute":
                 bench.park(session, generation, "host")
                 bench.release(session, None)
                 manifest = None
-            log += [draw.randrange(300, info.vocab_size) for _ in range(new)]
+            log += [draw.randrange(300, vocab_size) for _ in range(options.new)]
             result = bench.ask(session, log, known, manifest)
             log.append(int(result.output.token_id or 0))
             sources = result.output.sources
@@ -125,27 +162,80 @@ def measure(arguments: argparse.Namespace, redis_url: str) -> dict[str, Any]:
             if kind != "recompute" and sources.recomputed:
                 raise SystemExit(f"{kind}: {sources.recomputed_reason}")
             if repeat:
-                ttft[kind].append(result.ttft_s)
-                restore[kind].append(result.output.restore_s)
+                found.ttft_s[kind].append(result.ttft_s)
+                found.restore_s[kind].append(result.output.restore_s)
                 if kind != "recompute":
-                    excess_tokens.append(result.output.num_forwarded - new - 1)
+                    found.excess_tokens.append(result.output.num_forwarded - options.new - 1)
                 if kind == "host":
-                    park_unpark.append(parked_s + result.output.restore_s)
+                    found.park_unpark_s.append(parked_s + result.output.restore_s)
         bench.release(session, manifest)
+    return found
+
+
+def sessions_kept_alive(model_dir: Path, num_sessions: int) -> float:
+    """Sessions that came back whole, over those that the device pool holds."""
+    held_blocks = KEPT_HELD * -(-(KEPT_CONTEXT + 32) // 16)
+    bench = Driver(Engine(EngineConfig(model_dir, num_blocks=held_blocks)))
+    draw = random.Random(7)
+    logs: list[list[int]] = []
+    manifests: list[bytes] = []
+    for number in range(num_sessions):
+        log = [draw.randrange(300, bench.engine.model_info.vocab_size) for _ in range(KEPT_CONTEXT)]
+        log.append(int(bench.ask(f"k{number}", log, 0).output.token_id or 0))
+        manifests.append(bench.park(f"k{number}", 1, "host")[0].manifest)
+        logs.append(log)
+    whole = 0
+    for number, (log, manifest) in enumerate(zip(logs, manifests, strict=True)):
+        sources = bench.ask(f"k{number}", log, len(log) - 1, manifest).output.sources
+        whole += sources is not None and sources.recomputed == 0
+        bench.release(f"k{number}", manifest)
+    bench.engine.close()
+    return whole / KEPT_HELD
+
+
+def measure(options: argparse.Namespace, redis_url: str, folder: Path) -> dict[str, Any]:
+    """All figures and the conditions they were measured under."""
+    model_dir = DEMO if options.model == "demo" else Path(options.model)
+    config = EngineConfig(
+        model_dir=model_dir,
+        kv_bytes=256 << 20,
+        num_threads=options.threads,
+        tiers=TierConfig(redis_url=redis_url),
+    )
+    engine = Engine(config)
+    info = engine.model_info
+    length, new = options.context, options.new
+    most = length + (len(TIERS) + 2) * (new + 1) + 1
+    if most > info.context_len:
+        raise SystemExit(
+            f"--context {length} and --new {new} need {most} tokens, the model has {info.context_len}"
+        )
+    found = continuations(Driver(engine), options, TIERS)
     engine.close()
-    middle = {kind: statistics.median(values) for kind, values in ttft.items()}
+    middle = {kind: statistics.median(values) for kind, values in found.ttft_s.items()}
+    restore = {kind: statistics.median(found.restore_s[kind]) for kind in TIERS}
+    floor = {
+        "host": host_floor_s(found.num_bytes),
+        "redis": redis_floor_s(found.num_bytes, redis_url),
+    }
     figures: dict[str, float | int | None] = dict.fromkeys(FIGURES)
+    for tier in TIERS:
+        figures[f"{tier}_ratio"] = middle[tier] / middle["hot"]
+        figures[f"{tier}_excess"] = restore[tier] / floor[tier]
     figures |= {
-        "host_ratio": middle["host"] / middle["hot"],
-        "redis_ratio": middle["redis"] / middle["hot"],
         "recompute_ratio": middle["recompute"] / middle["hot"],
         "host_vs_recompute": middle["host"] / middle["recompute"],
-        "host_excess": statistics.median(restore["host"]) / copy_and_checksum_s(num_bytes, None),
-        "redis_excess": statistics.median(restore["redis"])
-        / copy_and_checksum_s(num_bytes, redis_url),
-        "forward_tokens_excess": max(excess_tokens, key=abs),
-        "park_unpark_ms": 1e3 * statistics.median(park_unpark),
+        "forward_tokens_excess": max(found.excess_tokens, key=abs),
+        "park_unpark_ms": 1e3 * statistics.median(found.park_unpark_s),
+        "sessions_kept_alive": sessions_kept_alive(model_dir, options.sessions),
     }
+    peer = None
+    if options.peers:
+        peer = llamacpp_turn(model_dir, options.peer_scripts, length, new, options.threads or 2)
+    if peer is not None:
+        ours = 1e3 * middle["host"]
+        figures["hot_vs_llamacpp"] = peer["hot_resume_ttft_ms"] / (1e3 * middle["hot"])
+        figures["restore_vs_llamacpp"] = peer["restore_plus_ttft_ms"] / ours
     return {
         "figures": {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()},
         "conditions": {
@@ -153,16 +243,21 @@ def measure(arguments: argparse.Namespace, redis_url: str) -> dict[str, Any]:
             "dtype": info.dtype,
             "context_tokens": length,
             "new_tokens": new,
-            "repeats": arguments.repeats,
-            "parked_bytes": num_bytes,
+            "repeats": options.repeats,
+            "parked_bytes": found.num_bytes,
             "threads": torch.get_num_threads(),
-            "ttft_ms": {kind: round(1e3 * value, 2) for kind, value in middle.items()},
-            "restore_ms": {
-                kind: round(1e3 * statistics.median(restore[kind]), 3) for kind in ("host", "redis")
-            },
-            "peers": "not run; disk tier not there yet",
+            "ttft_ms": _milliseconds(middle),
+            "restore_ms": _milliseconds(restore),
+            "floor_ms": _milliseconds(floor),
+            "restore_gb_s": {t: round(found.num_bytes / restore[t] / 1e9, 2) for t in TIERS},
+            "floor_gb_s": {t: round(found.num_bytes / floor[t] / 1e9, 2) for t in TIERS},
+            "llamacpp_ms": peer,
         },
     }
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(1e3 * value, 3) for name, value in seconds.items()}
 
 
 def main() -> None:
@@ -172,20 +267,24 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens of context")
     parser.add_argument("--new", type=int, default=64, help="new tokens per continuation")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sessions", type=int, default=120, help="of sessions_kept_alive")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
     parser.add_argument("--redis", help="URL of a Redis; one is started if not given")
+    parser.add_argument("--peers", action="store_true", help="measure llama.cpp too")
+    parser.add_argument("--peer-scripts", type=Path, default=DEFAULT_SCRIPTS)
     parser.add_argument("--json", choices=["-"], help="print one JSON object as the last line")
-    arguments = parser.parse_args()
-    if arguments.redis:
-        result = measure(arguments, arguments.redis)
-    else:
-        from redis_server import RedisServer
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        url = options.redis
+        if not url:
+            from redis_server import RedisServer
 
-        with RedisServer() as server:
-            result = measure(arguments, server.url)
+            url = stack.enter_context(RedisServer()).url
+        result = measure(options, url, Path(folder))
     for name, value in result["figures"].items():
         print(f"{name:24} {'null' if value is None else value}")
     print(json.dumps(result["conditions"], indent=2))
-    if arguments.json:
+    if options.json:
         print(json.dumps(result))
 
 

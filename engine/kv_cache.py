@@ -40,6 +40,7 @@ class KVCache:
         )
         if fill_freed_with_nan:
             self.pool.fill_(NAN)
+        self._bytes = bytes_of(self.pool) if self.in_host_memory else memoryview(b"")
 
     @property
     def block_bytes(self) -> int:
@@ -50,6 +51,17 @@ class KVCache:
         """Called by the prefix cache with every block that becomes free."""
         if self._fill_freed and block_ids:
             ops.fill_blocks(self.pool, torch.tensor(block_ids, dtype=torch.int64), NAN)
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether tier workers can read and write the pool's blocks where they are."""
+        return self.pool.device.type == "cpu"
+
+    def views(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Writable bytes of each block, in the pool itself. Only where `in_host_memory`."""
+        flat = self._bytes
+        size = self.block_bytes
+        return [flat[block * size : (block + 1) * size] for block in block_ids]
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Copy blocks to a fresh host tensor `[n, *block_shape]`."""
@@ -78,3 +90,15 @@ class KVCache:
         if not self._fill_freed:
             return None
         return sum(1 for block in block_ids if not bool(torch.isnan(self.pool[block]).all()))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable byte view of a contiguous host tensor; the view keeps the tensor's memory alive."""
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
+
+
+def block_views(tensor: torch.Tensor) -> list[memoryview]:
+    """One such view for each row of `tensor`."""
+    flat = bytes_of(tensor)
+    size = len(flat) // max(1, len(tensor))
+    return [flat[at : at + size] for at in range(0, len(flat), size)] if size else []

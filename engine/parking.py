@@ -1,7 +1,11 @@
 """Parking contexts: the engine thread's side.
 
-Snapshot the block list, copy device → staging on the engine thread, let a worker frame, checksum and store it, hand
-the manifest out, and free device blocks only once sessions says that the manifest is durable.
+Snapshot the block list, let a worker frame, checksum and store the blocks, hand the manifest out, and free device
+blocks only once sessions says that the manifest is durable.
+
+Where the pool lies in host memory the worker reads the blocks in place: full ones are immutable, and a lock of the
+park's own keeps them until the worker is done, whatever becomes of the session meanwhile. Only the tail is copied.
+From other devices the blocks are copied to staging memory first.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import structlog
 
 from moorage.engine.context import Context
+from moorage.engine.kv_cache import block_views
 from moorage.engine.output import (
     EngineEvent,
     EngineFault,
@@ -18,9 +23,9 @@ from moorage.engine.output import (
     ParkRefused,
 )
 from moorage.engine.request import ParkTier
-from moorage.engine.tier_io import TierIO, bytes_of
+from moorage.engine.tier_io import TierIO
 from moorage.prefix_cache import tiers
-from moorage.prefix_cache.block import Namespace
+from moorage.prefix_cache.block import BlockTable, Namespace
 from moorage.prefix_cache.errors import CacheError, ManifestMismatch
 from moorage.prefix_cache.parked_context import ParkedContext
 
@@ -34,6 +39,8 @@ class Parking:
         self._io = io
         self._has_redis = "redis" in io.workers.stores
         self._prepared: dict[tuple[str, int], ParkedContext] = {}
+        self._pins: dict[int, BlockTable | None] = {}
+        self._next_job = 0
 
     def begin(
         self, context: Context | None, session_id: str, generation: int, tier: ParkTier
@@ -66,27 +73,51 @@ class Parking:
                     f"session {session_id} holds no KV on the device: there is nothing to park",
                 )
             ]
-        num_blocks = -(-context.num_computed // self._io.block_size)
-        staging = self._io.kv.gather(context.table.block_ids[:num_blocks])
+        blocks, pin = self._snapshot(context, context.table)
         job = tiers.ParkJob(
             session_id=session_id,
             generation=generation,
             lineage=context.lineage,
             token_ids=context.tokens(0, context.num_computed),
             block_hashes=tuple(context.table.block_hashes),
-            payload=bytes_of(staging),
+            blocks=blocks,
             num_tokens=context.num_computed,
             geometry=self._io.geometry,
             tier=("redis" if self._has_redis else "host") if tier == "auto" else tier,
             fall_back_to_host=tier == "auto",
             deadline_s=self._io.deadline_s,
+            job_id=self._next_job,
         )
         try:
             self._io.workers.park(job)
         except CacheError as error:
+            self._unpin(pin)
             return [_refused(session_id, generation, FaultCode.STORE, str(error))]
+        self._pins[self._next_job] = pin
+        self._next_job += 1
         context.parking = generation
         return []
+
+    def _snapshot(
+        self, context: Context, table: BlockTable
+    ) -> tuple[list[memoryview], BlockTable | None]:
+        """The bytes of the context's blocks, and a lock on those that are read in place."""
+        kv, cache, size = self._io.kv, self._io.cache, self._io.block_size
+        block_ids = table.block_ids[: -(-context.num_computed // size)]
+        if not kv.in_host_memory:
+            return block_views(kv.gather(block_ids)), None
+        num_full = context.num_computed // size
+        pin = cache.open(cache.match(context.lineage, context.tokens(0, num_full * size)))
+        held = pin.block_ids
+        if held != block_ids[: len(held)]:  # the tree has another copy of these tokens
+            self._unpin(pin)
+            return block_views(kv.gather(block_ids)), None
+        tail = kv.gather(block_ids[len(held) :])
+        return [*kv.views(held), *block_views(tail)], pin
+
+    def _unpin(self, pin: BlockTable | None) -> None:
+        if pin is not None:
+            self._io.cache.release(pin)
 
     def committed(
         self, context: Context | None, session_id: str, generation: int
@@ -131,7 +162,8 @@ class Parking:
                 self._io.delete(manifest)
 
     def finished(self, done: tiers.ParkDone, context: Context | None) -> list[EngineEvent]:
-        """A worker stored the frames, or could not. One that comes too late is deleted again."""
+        """A worker stored the frames, or could not. What comes too late is deleted again."""
+        self._unpin(self._pins.pop(done.job_id))
         manifest = done.manifest
         self._io.counters.store_failures += done.error is not None
         if context is None or context.parking != done.generation:

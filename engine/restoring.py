@@ -2,31 +2,44 @@
 
 Match the device tree first, read what is missing from the tiers, verify, put it in place, and leave everything
 behind the first hole to be recomputed. Lost frames are misses, never errors.
+
+Where the pool lies in host memory the context grows by the blocks that it will need and the worker copies verified
+frames straight into them; a context that is dropped meanwhile leaves them to the load, which gives them back when the
+worker is done. From other devices, or where there is no room yet, the frames go to staging memory first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from moorage.engine.context import Context, Generation, Phase
+from moorage.engine.kv_cache import block_views
 from moorage.engine.output import EngineEvent, EngineFault, RestoreDone, TokensBySource
 from moorage.engine.scheduler import Scheduler
-from moorage.engine.tier_io import TierIO, bytes_of
+from moorage.engine.tier_io import TierIO
 from moorage.prefix_cache import tiers
+from moorage.prefix_cache.block import BlockTable
 from moorage.prefix_cache.errors import CacheError, ManifestMismatch
 from moorage.prefix_cache.parked_context import ParkedContext
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LoadInFlight:
     context: Context
-    staging: torch.Tensor
+    staging: torch.Tensor | None
+    """None where the worker writes into the context's own blocks."""
     first_block: int
     started_s: float
+    orphan: BlockTable | None = None
+    """Blocks that the worker may still write, of a context that was dropped."""
+
+
+Grow = Callable[[Context, int], bool]
+"""Blocks for so many tokens of the context, without taking any from what runs; False where there are too few."""
 
 
 class Restoring:
@@ -53,22 +66,22 @@ class Restoring:
             return
         context.manifest = manifest
 
-    def open(self, context: Context, generation: Generation) -> Phase:
+    def open(self, context: Context, generation: Generation, grow: Grow) -> Phase:
         """Give the context a table and start whatever load it needs; the phase it is then in."""
         if context.table is None:
             self._open_from_tree(context)
-            if generation.sources is None and self._start_load(context):
+            if generation.sources is None and self._start_load(context, grow):
                 generation.load_started_s = time.monotonic()
                 return Phase.LOADING
         if generation.sources is None:
             self.settle(context, generation, {}, context.lost_reason)
         return Phase.RUNNING
 
-    def begin_restore(self, context: Context) -> RestoreDone | None:
+    def begin_restore(self, context: Context, grow: Grow) -> RestoreDone | None:
         """Bring KV back without a generation. None where a load was started."""
         if context.table is None:
             self._open_from_tree(context)
-            if self._start_load(context):
+            if self._start_load(context, grow):
                 context.restoring = True
                 return None
         return RestoreDone(
@@ -90,7 +103,7 @@ class Restoring:
         context.table = self._io.cache.open(match)
         context.num_computed = match.num_tokens
 
-    def _start_load(self, context: Context) -> bool:
+    def _start_load(self, context: Context, grow: Grow) -> bool:
         manifest = context.manifest
         if manifest is None or manifest.num_tokens <= context.num_computed:
             return False
@@ -99,13 +112,21 @@ class Restoring:
         num_blocks = -(-end // self._io.block_size) - first_block
         if num_blocks <= 0:
             return False
-        staging = torch.empty((num_blocks, *self._io.kv.block_shape), dtype=self._io.kv.dtype)
+        staging: torch.Tensor | None = None
+        if self._io.kv.in_host_memory and grow(context, end):
+            assert context.table is not None
+            blocks = self._io.kv.views(
+                context.table.block_ids[first_block : first_block + num_blocks]
+            )
+        else:
+            staging = torch.empty((num_blocks, *self._io.kv.block_shape), dtype=self._io.kv.dtype)
+            blocks = block_views(staging)
         job = tiers.LoadJob(
             job_id=self._next_job,
             manifest=manifest,
             first_block=first_block,
             token_ids=context.tokens(0, end),
-            destination=bytes_of(staging),
+            blocks=blocks,
             geometry=self._io.geometry,
             deadline_s=self._io.deadline_s,
         )
@@ -118,6 +139,15 @@ class Restoring:
         context.loading = self._next_job
         self._next_job += 1
         return True
+
+    def abandon(self, context: Context) -> None:
+        """The context is dropped, or its generation ended, while a load is under way: its blocks stay with the load
+        until the worker is done with them."""
+        load = self._loads.get(context.loading) if context.loading is not None else None
+        context.loading = None
+        if load is not None and load.staging is None:
+            load.orphan, context.table = context.table, None
+            context.num_computed = 0
 
     def settle(
         self,
@@ -142,7 +172,10 @@ class Restoring:
         counters.tokens_new += sources.new
 
     def finished(self, done: tiers.LoadDone, scheduler: Scheduler) -> list[EngineEvent]:
+        """A worker is done. A load whose context was dropped meanwhile only gives its blocks back."""
         load = self._loads.pop(done.job_id)
+        if load.orphan is not None:
+            self._io.cache.release(load.orphan)
         context = load.context
         reason = f"{done.miss}: {done.miss_detail}" if done.miss is not None else ""
         by_tier: Mapping[str, int] = done.tokens_by_tier
@@ -173,10 +206,12 @@ class Restoring:
         if num_tokens == 0 or context.table is None:
             return True
         end = load.first_block * self._io.block_size + num_tokens
-        if not scheduler.make_room(context, end, set()):
-            return False
-        last_block = -(-end // self._io.block_size)
-        self._io.kv.scatter(context.table.block_ids[load.first_block : last_block], load.staging)
+        if load.staging is not None:
+            if not scheduler.make_room(context, end, set()):
+                return False
+            last_block = -(-end // self._io.block_size)
+            block_ids = context.table.block_ids[load.first_block : last_block]
+            self._io.kv.scatter(block_ids, load.staging)
         context.num_computed = end
         self._io.cache.commit(context.table, context.token_ids, end)
         return True

@@ -162,6 +162,10 @@ class Scheduler:
             else:
                 return True
 
+    def grow_gently(self, context: Context, num_tokens: int) -> bool:
+        """The same without taking anything from what runs."""
+        return self.make_room(context, num_tokens, {other.session_id for other in self._running})
+
     def _drop_idle(self, keep: Context) -> bool:
         idle = [
             other

@@ -233,7 +233,7 @@ class StepLoop:
             return
         self._adopt_log(context, command.token_ids)
         self._restoring.adopt_manifest(context, command.manifest)
-        if event := self._restoring.begin_restore(context):
+        if event := self._restoring.begin_restore(context, self._scheduler.grow_gently):
             self._out.events([event])
 
     def _release(self, session_id: str, namespace: Namespace, manifest: bytes | None) -> None:
@@ -242,7 +242,6 @@ class StepLoop:
             if context.generation is not None:
                 self._end(context, FinishReason.CANCELLED)
             context.parking = None
-            context.loading = None
             self._drop(context)
             self._contexts.pop(session_id, None)
         self._parking.forget(namespace, manifest, context)
@@ -263,6 +262,9 @@ class StepLoop:
         """Take the request's log as the truth; keep device KV as far as the two logs agree."""
         length = num_tokens_in(token_ids)
         keep = min(context.num_computed, length - 1)
+        if context.loading is not None and not token_ids.startswith(context.token_ids):
+            context.lost_reason = "the log changed while its KV was loaded"
+            self._drop(context)
         if context.table is not None:
             keep = common_prefix(context.tokens(0, keep), token_ids[: keep * TOKEN_BYTES])
             if keep == 0:
@@ -283,7 +285,8 @@ class StepLoop:
         if context.restoring:
             fault = EngineFault(FaultCode.STATE, "the session's log changed while it was restored")
             self._out.events([self._restoring.restore_refused(context.session_id, fault)])
-        context.loading, context.restoring = None, False
+        context.restoring = False
+        self._restoring.abandon(context)
         if context.table is not None:
             self._cache.release(context.table)
             context.table = None
@@ -298,7 +301,7 @@ class StepLoop:
         """Find the context's KV: held blocks, tree, tiers; the rest will be computed."""
         if context.loading is not None:
             return Phase.WAITING
-        return self._restoring.open(context, generation)
+        return self._restoring.open(context, generation, self._scheduler.grow_gently)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -396,4 +399,4 @@ class StepLoop:
             self._scheduler.remove(context)
             context.generation = None
             if not context.restoring:
-                context.loading = None
+                self._restoring.abandon(context)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
-import torch
 
 from moorage.engine.loading import LoadedModel
 from moorage.engine.settings import EngineConfig
@@ -85,8 +84,3 @@ class TierIO:
                 _log.warning(
                     "old frames left to age", session_id=manifest.session_id, reason=str(error)
                 )
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A writable byte view of a contiguous host tensor; the view keeps the tensor's memory alive."""
-    return tensor.view(torch.uint8).reshape(-1).numpy().data

@@ -28,6 +28,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
@@ -60,6 +61,7 @@ __all__ = [
     "private_key",
     "run_blocks_for",
     "run_key",
+    "split_blocks",
 ]
 
 MAGIC = b"MRGF"
@@ -210,29 +212,38 @@ class FrameExpectation:
 
 
 class Frame:
-    """An encoded frame: its head and a view of the payload, which is not copied. The payload must
-    stay unchanged.
+    """A frame to be written: its header and views of the payload, which is not copied.
+
+    The checksum is computed where the bytes are first asked for: a run frame that a store has
+    already is never read. The payload must stay unchanged until then and while it is written.
     """
 
-    __slots__ = ("checksum", "header", "payload", "prefix")
-
-    def __init__(
-        self, header: FrameHeader, prefix: bytes, payload: memoryview, checksum: bytes
-    ) -> None:
+    def __init__(self, header: FrameHeader, pieces: tuple[memoryview, ...]) -> None:
         self.header = header
-        self.prefix = prefix
-        self.payload = payload
-        self.checksum = checksum
+        self.pieces = pieces
+        """The payload, in order."""
+        self._packed = cast(
+            "bytes", msgpack.packb([getattr(header, name) for name in _FIELDS], use_bin_type=True)
+        )
+
+    @cached_property
+    def checksum(self) -> bytes:
+        """Over everything but itself."""
+        return _checksum((self._lead, self._packed, *self.pieces))
 
     @property
-    def parts(self) -> tuple[bytes, memoryview]:
+    def _lead(self) -> bytes:
+        return _LEAD.pack(MAGIC, VERSION, len(self._packed), self.header.payload_bytes)
+
+    @property
+    def parts(self) -> tuple[bytes | memoryview, ...]:
         """What to write, in order."""
-        return (self.prefix, self.payload)
+        return (b"".join((self._lead, self.checksum, self._packed)), *self.pieces)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
-        return len(self.prefix) + len(self.payload)
+        """Bytes of all parts; costs no checksum."""
+        return _HEADER_AT + len(self._packed) + self.header.payload_bytes
 
     def join(self) -> bytes:
         """One bytes object: the only copy of the payload on its way out; made by the store that
@@ -249,20 +260,26 @@ def as_bytes_view(buffer: Bytes) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def encode_frame(header: FrameHeader, payload: Bytes) -> Frame:
-    """Head and checksum for a payload. Raises InvalidInput where header and payload lengths
-    differ.
-    """
+def split_blocks(payload: Bytes, block_bytes: int) -> list[memoryview]:
+    """Views of the whole blocks of a contiguous buffer."""
     view = as_bytes_view(payload)
-    if len(view) != header.payload_bytes:
+    return [
+        view[at : at + block_bytes] for at in range(0, len(view) - block_bytes + 1, block_bytes)
+    ]
+
+
+def encode_frame(header: FrameHeader, pieces: Sequence[Bytes]) -> Frame:
+    """The frame of a payload that lies in one or more buffers, usually one a block.
+
+    Raises InvalidInput where header and payload lengths differ, or a buffer is not contiguous.
+    """
+    views = tuple(as_bytes_view(piece) for piece in pieces)
+    num_bytes = sum(map(len, views))
+    if num_bytes != header.payload_bytes:
         raise InvalidInput(
-            f"the payload has {len(view)} bytes, its header says {header.payload_bytes}"
+            f"the payload has {num_bytes} bytes, its header says {header.payload_bytes}"
         )
-    values = [getattr(header, name) for name in _FIELDS]
-    packed = cast("bytes", msgpack.packb(values, use_bin_type=True))
-    lead = _LEAD.pack(MAGIC, VERSION, len(packed), len(view))
-    checksum = _checksum((lead, packed, view))
-    return Frame(header, b"".join((lead, checksum, packed)), view, checksum)
+    return Frame(header, views)
 
 
 def decode_frame(buffer: Bytes, expect: FrameExpectation) -> tuple[FrameHeader, memoryview]:

@@ -79,10 +79,9 @@ class LoadJob:
     """Blocks before it are on the device already."""
     token_ids: Bytes = field(repr=False)
     """The session's log from position 0; blocks beyond it are not loaded."""
-    destination: memoryview = field(repr=False)
-    """Writable staging memory of whole blocks; block `first_block` goes to its start. Bounds how
-    much is loaded.
-    """
+    blocks: Sequence[memoryview] = field(repr=False)
+    """A writable buffer for each block from `first_block` on, contiguous; bounds how much is loaded.
+    Written until LoadDone, each only after its frame was verified."""
     geometry: Geometry
     """Of the reader."""
     deadline_s: float
@@ -97,8 +96,14 @@ class LoadJob:
             raise InvalidInput(
                 f"first_block is {self.first_block}, allowed is 0 … {self.manifest.num_blocks}"
             )
-        if as_bytes_view(self.destination).readonly:
-            raise InvalidInput("the destination is read-only: give staging memory")
+        for index, block in enumerate(self.blocks):
+            view = as_bytes_view(block)
+            if view.readonly or view.nbytes != self.geometry.block_bytes:
+                raise InvalidInput(
+                    f"block {index} has {view.nbytes} bytes"
+                    f"{' and is read-only' if view.readonly else ''}: give writable blocks of"
+                    f" {self.geometry.block_bytes}"
+                )
 
     def failed(self, error: CacheError) -> LoadDone:
         """The answer where nothing was loaded."""
@@ -180,7 +185,7 @@ def _frames(
     """The needed frames' bytes, in order. Raises _Miss at the first that is not to be had."""
     _check_layout(job)
     manifest = job.manifest
-    last = job.first_block + as_bytes_view(job.destination).nbytes // job.geometry.block_bytes
+    last = job.first_block + len(job.blocks)
     needed = [
         ref
         for ref in manifest.frames
@@ -287,10 +292,10 @@ def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:
         raise
     skipped = max(0, job.first_block - ref.first_block)
     at = ref.first_block + skipped - job.first_block
-    destination = as_bytes_view(job.destination)
-    num_blocks = min(ref.num_blocks - skipped, len(destination) // block_bytes - at)
-    source = payload[skipped * block_bytes : (skipped + num_blocks) * block_bytes]
-    destination[at * block_bytes : at * block_bytes + len(source)] = source
+    num_blocks = min(ref.num_blocks - skipped, len(job.blocks) - at)
+    for index in range(num_blocks):
+        start = (skipped + index) * block_bytes
+        as_bytes_view(job.blocks[at + index])[:] = payload[start : start + block_bytes]
     return min(ref.num_tokens - skipped * size, num_blocks * size)
 
 

@@ -34,13 +34,13 @@ from moorage.prefix_cache.parked_context import FrameReference, ParkedContext
 from moorage.prefix_cache.store import BlockStore, validate_session_id
 
 FALLBACK_TIER = "host"
+NO_CHECKSUM = bytes(16)
+"""In a reference to a run frame: whoever wrote it first, it is found by its content's hash."""
 
 
 @dataclass(frozen=True)
 class ParkJob:
-    """Store `num_tokens` of KV. The payload is staging memory of this job: nobody else may write it
-    until ParkDone.
-    """
+    """Store `num_tokens` of KV. The blocks are read until ParkDone: nobody may write them before."""
 
     session_id: str
     generation: int
@@ -52,10 +52,10 @@ class ParkJob:
     """Of the leading full blocks as far as known (`BlockTable.block_hashes`); the rest is computed
     here.
     """
-    payload: Bytes = field(repr=False)
-    """Whole blocks from block 0 on, [n, layers, 2, kv heads, block_size, head_dim], contiguous.
-    Slots of the last block
-    beyond `num_tokens` are set to zero here: they may hold another tenant's KV."""
+    blocks: Sequence[Bytes] = field(repr=False)
+    """A buffer of [layers, 2, kv heads, block_size, head_dim] for each block from 0 on, contiguous.
+    Slots of the last block beyond `num_tokens` are set to zero here (in a copy where the buffer is
+    read-only): they may hold another tenant's KV."""
     num_tokens: int
     geometry: Geometry
     tier: str
@@ -78,14 +78,17 @@ class ParkJob:
                 f"num_tokens is {self.num_tokens}, the log has {num_tokens_in(self.token_ids)}:"
                 " allowed is 1 … the log's length"
             )
-        num_bytes, needed = (
-            as_bytes_view(self.payload).nbytes,
-            self.num_blocks * self.geometry.block_bytes,
-        )
-        if num_bytes < needed:
+        if len(self.blocks) < self.num_blocks:
             raise InvalidInput(
-                f"the payload has {num_bytes} bytes, {self.num_blocks} blocks need {needed}"
+                f"{len(self.blocks)} blocks are given, {self.num_tokens} tokens need"
+                f" {self.num_blocks}"
             )
+        for index, block in enumerate(self.blocks[: self.num_blocks]):
+            if as_bytes_view(block).nbytes != self.geometry.block_bytes:
+                raise InvalidInput(
+                    f"block {index} has {as_bytes_view(block).nbytes} bytes, one of this geometry"
+                    f" has {self.geometry.block_bytes}"
+                )
 
     def failed(self, error: CacheError) -> ParkDone:
         """The answer where nothing was stored."""
@@ -231,7 +234,7 @@ def run_park(job: ParkJob, stores: Mapping[str, BlockStore], deadline: float) ->
                 frame.header.num_blocks,
                 frame.header.num_tokens,
                 frame.size_bytes,
-                frame.checksum,
+                NO_CHECKSUM if key.shared else frame.checksum,
             )
             for key, frame in frames
         ),
@@ -250,16 +253,16 @@ def run_park(job: ParkJob, stores: Mapping[str, BlockStore], deadline: float) ->
 
 
 def make_frames(job: ParkJob) -> list[tuple[FrameKey, Frame]]:
-    """The job's frames, in order; payloads are views of the job's staging memory."""
+    """The job's frames, in order; payloads are views of the job's blocks."""
     geometry = job.geometry
     chain = Chain(job.lineage, job.token_ids, job.num_tokens, geometry, job.block_hashes)
-    payload = _clear_unused(job)
+    blocks = _clear_unused(job)
     frames: list[tuple[FrameKey, Frame]] = []
     for index, piece in enumerate(cut(job.num_tokens, geometry)):
         key = chain.key(piece, job.session_id, job.generation, index)
         header = chain.header(piece, key, job.generation)
-        start = piece.first_block * geometry.block_bytes
-        frames.append((key, encode_frame(header, payload[start : start + header.payload_bytes])))
+        end = piece.first_block + header.num_blocks
+        frames.append((key, encode_frame(header, blocks[piece.first_block : end])))
     return frames
 
 
@@ -272,17 +275,15 @@ def _put(
     hit(Failpoint.PARK_AFTER_PUT)
 
 
-def _clear_unused(job: ParkJob) -> memoryview:
-    """The payload with the last block's unused slots at zero; in place where the memory allows
-    it.
-    """
-    view = as_bytes_view(job.payload)[: job.num_blocks * job.geometry.block_bytes]
+def _clear_unused(job: ParkJob) -> list[memoryview]:
+    """The blocks with the last one's unused slots at zero; in place where the memory allows it."""
+    views = [as_bytes_view(block) for block in job.blocks[: job.num_blocks]]
     used = job.num_tokens % job.geometry.block_size
     if used == 0:
-        return view
-    if view.readonly:
-        view = memoryview(bytearray(view))
-    last = np.frombuffer(view[-job.geometry.block_bytes :], dtype=np.uint8)
+        return views
+    if views[-1].readonly:
+        views[-1] = memoryview(bytearray(views[-1]))
+    last = np.frombuffer(views[-1], dtype=np.uint8)
     slots = last.reshape(-1, job.geometry.block_size, job.geometry.token_head_bytes)
     slots[:, used:, :] = 0
-    return view
+    return views

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from moorage.engine import (
     Abort,
     Engine,
@@ -34,6 +36,7 @@ from moorage.engine import (
 DEMO_MODEL = Path(__file__).parents[1] / "examples" / "demo_model" / "weights"
 TENANT = Namespace("tenant-a", "default")
 WAIT_S = 60.0
+EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 @dataclass
@@ -170,3 +173,16 @@ class EngineHarness:
                 outcome.forwarded_to_first = token.num_forwarded
             outcome.finish_reason = token.finish_reason
             outcome.error = token.error
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(
+        10, 2500, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+def first_turn(engine: EngineHarness, length: int, seed: int, session: str = "s") -> list[int]:
+    """A prompt and eight generated tokens; returns the log, whose last token has no KV yet."""
+    return (
+        prompt(length, seed) + engine.run(session, prompt(length, seed), sampling=EIGHT).token_ids
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
-from engine_harness import TENANT, EngineHarness
+from engine_harness import EIGHT, TENANT, EngineHarness, first_turn, prompt
 from redis_server import RedisServer
 
 from moorage.engine import (
@@ -26,20 +25,6 @@ from moorage.engine import (
 )
 
 Start = Callable[..., EngineHarness]
-EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(
-        10, 2500, (length,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
-
-
-def first_turn(engine: EngineHarness, length: int, seed: int, session: str = "s") -> list[int]:
-    """A prompt and eight generated tokens; returns the log, whose last token has no KV yet."""
-    return (
-        prompt(length, seed) + engine.run(session, prompt(length, seed), sampling=EIGHT).token_ids
-    )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from moorage.prefix_cache.block import Lineage, Namespace, TokenIds, pack_tokens
 from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
-from moorage.prefix_cache.frame import Geometry
+from moorage.prefix_cache.frame import Geometry, split_blocks
 from moorage.prefix_cache.park import ParkDone, ParkJob
 from moorage.prefix_cache.parked_context import ParkedContext
 from moorage.prefix_cache.store import BlockStore
@@ -102,7 +102,9 @@ class Tiers:
             lineage=self.lineage,
             token_ids=token_ids,
             block_hashes=(),
-            payload=fake_kv(token_ids, num_tokens, self.geometry, salt),
+            blocks=split_blocks(
+                fake_kv(token_ids, num_tokens, self.geometry, salt), self.geometry.block_bytes
+            ),
             num_tokens=num_tokens,
             geometry=self.geometry,
             tier=tier,
@@ -125,12 +127,13 @@ class Tiers:
     ) -> tuple[LoadDone, bytes]:
         if num_blocks is None:
             num_blocks = manifest.num_blocks - first_block
-        destination = bytearray(num_blocks * self.geometry.block_bytes)
+        block_bytes = (geometry or self.geometry).block_bytes
+        destination = bytearray(num_blocks * block_bytes)
         job = LoadJob(
             manifest=manifest,
             first_block=first_block,
             token_ids=token_ids,
-            destination=memoryview(destination),
+            blocks=split_blocks(destination, block_bytes),
             geometry=geometry or self.geometry,
             deadline_s=deadline_s,
         )
@@ -162,6 +165,11 @@ def kit() -> Any:
         geometry = GEOMETRY
         cache = staticmethod(make_cache)
         kv = staticmethod(fake_kv)
+
+        @staticmethod
+        def blocks(token_ids: TokenIds, num_tokens: int) -> list[memoryview]:
+            return split_blocks(fake_kv(token_ids, num_tokens, GEOMETRY), GEOMETRY.block_bytes)
+
         used = staticmethod(used_kv)
 
         @staticmethod

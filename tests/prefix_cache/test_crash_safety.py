@@ -151,8 +151,8 @@ done = queue.Queue()
 workers = TierWorkers([RedisStore(RedisConfig(url, pipeline_bytes=1))], done.put, num_workers=1)
 
 def park(generation, token_ids, fill):
-    payload = bytearray([fill]) * (-(-len(token_ids) // 4) * geometry.block_bytes)
-    workers.park(ParkJob("s1", generation, lineage, pack_tokens(token_ids), (), payload,
+    blocks = [bytearray([fill]) * geometry.block_bytes for _ in range(-(-len(token_ids) // 4))]
+    workers.park(ParkJob("s1", generation, lineage, pack_tokens(token_ids), (), blocks,
                          len(token_ids), geometry, "redis", False, 10.0))
     return done.get(timeout=20).manifest
 

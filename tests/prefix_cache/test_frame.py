@@ -26,6 +26,7 @@ from moorage.prefix_cache.frame import (
     private_key,
     run_blocks_for,
     run_key,
+    split_blocks,
 )
 
 
@@ -50,7 +51,7 @@ def header_of(kit: Any, *, private: bool = False, **changes: Any) -> FrameHeader
 
 def frame_of(kit: Any, **changes: Any) -> Frame:
     header = header_of(kit, **changes)
-    return encode_frame(header, bytes(range(256))[: header.payload_bytes])
+    return encode_frame(header, [bytes(range(256))[: header.payload_bytes]])
 
 
 def reason_of(data: Any, expect: FrameExpectation) -> MismatchReason:
@@ -71,9 +72,10 @@ def test_a_frame_comes_back_as_it_was(kit: Any) -> None:
 
 def test_neither_way_copies_the_payload(kit: Any) -> None:
     staging = bytearray(256)
-    frame = encode_frame(header_of(kit), staging)
+    frame = encode_frame(header_of(kit), split_blocks(staging, 128))
     staging[7] = 99
-    assert frame.payload[7] == 99 and frame.parts[1] is frame.payload
+    assert frame.pieces[0][7] == 99
+    assert frame.parts[1] is frame.pieces[0] and frame.parts[2] is frame.pieces[1]
     stored = bytearray(frame_of(kit).join())
     _, payload = decode_frame(stored, FrameExpectation(header_of(kit)))
     stored[-1] = 42
@@ -164,8 +166,8 @@ def test_d10_each_difference_is_refused_with_its_reason(kit: Any) -> None:
 
 
 def test_another_frame_of_the_same_header_is_not_the_one_a_manifest_names(kit: Any) -> None:
-    first = encode_frame(header_of(kit, private=True), b"\1" * 256)
-    second = encode_frame(header_of(kit, private=True), b"\2" * 256)
+    first = encode_frame(header_of(kit, private=True), [b"\1" * 256])
+    second = encode_frame(header_of(kit, private=True), [b"\2" * 256])
     expect = FrameExpectation(header_of(kit, private=True), checksum=first.checksum)
     assert decode_frame(first.join(), expect)[1][0] == 1
     assert reason_of(second.join(), expect) is MismatchReason.CHECKSUM
@@ -179,9 +181,9 @@ def test_a_mismatch_tells_no_names(kit: Any) -> None:
 
 def test_payload_and_header_must_agree(kit: Any) -> None:
     with pytest.raises(InvalidInput, match="255 bytes, its header says 256"):
-        encode_frame(header_of(kit), bytes(255))
+        encode_frame(header_of(kit), [bytes(128), bytes(127)])
     with pytest.raises(InvalidInput, match="not contiguous"):
-        encode_frame(header_of(kit), memoryview(bytes(512))[::2])
+        encode_frame(header_of(kit), [memoryview(bytes(512))[::2]])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def frame(kit: Any, key: FrameKey, fill: int = 0, num_tokens: int = 8) -> tuple[
         num_tokens=num_tokens,
         generation=1,
     )
-    return key, encode_frame(header, bytearray([fill]) * header.payload_bytes)
+    return key, encode_frame(header, [bytearray([fill]) * header.payload_bytes])
 
 
 def run(kit: Any, name: int) -> tuple[FrameKey, Frame]:
@@ -43,7 +43,7 @@ def test_it_owns_its_bytes_and_shares_runs(kit: Any) -> None:
     store = HostStore(1 << 20)
     staging = bytearray(b"\5" * 256)
     key, _ = run(kit, 1)
-    one = encode_frame(run(kit, 1)[1].header, staging)
+    one = encode_frame(run(kit, 1)[1].header, [staging])
     whole = one.join()
     store.put([(key, one), own(kit, "a", 1)], "a", ACME, 1.0)
     staging[:] = bytes(256)

@@ -61,7 +61,7 @@ def frame(key: FrameKey, geometry: Geometry, fill: int = 0) -> tuple[FrameKey, F
         num_tokens=geometry.run_blocks * geometry.block_size,
         generation=1,
     )
-    return key, encode_frame(header, bytearray([fill]) * header.payload_bytes)
+    return key, encode_frame(header, [bytearray([fill]) * header.payload_bytes])
 
 
 def run(geometry: Geometry, name: int, fill: int = 0) -> tuple[FrameKey, Frame]:
@@ -392,7 +392,7 @@ def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
 def test_a_frame_is_packed_without_a_copy(kit: Any) -> None:
     _, one = run(kit.geometry, 1)
     chunks = pack_command((b"SET", "name", one, b"PX", b"10"))
-    assert any(chunk is one.payload for chunk in chunks)
+    assert any(chunk is one.pieces[0] for chunk in chunks)
     size = one.size_bytes
     assert b"".join(chunks) == (
         b"*5\r\n$3\r\nSET\r\n$4\r\nname\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$2\r\n10\r\n"

@@ -27,6 +27,7 @@ from moorage.prefix_cache.errors import (
     StoreUnavailable,
     WorkersClosed,
 )
+from moorage.prefix_cache.frame import split_blocks
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.load import LoadJob, MissReason
 from moorage.prefix_cache.park import ParkJob, cut
@@ -367,7 +368,7 @@ def test_queues_are_bounded_and_a_silent_tier_delays_no_other(
     stuck.gate = threading.Event()
 
     def job(number: int) -> LoadJob:
-        memory = memoryview(bytearray(6 * 128))
+        memory = kit.blocks(LOG, 22)
         return LoadJob(manifest, 0, LOG, memory, kit.geometry, 10.0, job_id=number)
 
     one.workers.load(job(0))
@@ -388,7 +389,7 @@ def test_a_job_that_waited_its_deadline_away_is_not_started(
     one = tiers(store)
     manifest = one.park("s1", 1, LOG, "host").manifest
     store.gate = threading.Event()
-    memory = memoryview(bytearray(6 * 128))
+    memory = kit.blocks(LOG, 22)
     one.workers.load(LoadJob(manifest, 0, LOG, memory, kit.geometry, 10.0, job_id=1))
     assert store.entered.wait(20)
     one.workers.load(LoadJob(manifest, 0, LOG, memory, kit.geometry, 0.0, job_id=2))
@@ -406,11 +407,11 @@ def test_close_answers_every_job_that_was_accepted(kit: Any) -> None:
     workers = TierWorkers([store], done.put, num_workers=1, queue_len=3)
     store.gate = threading.Event()
     park = ParkJob(
-        "s1", 1, kit.lineage, LOG, (), kit.kv(LOG, 22), 22, kit.geometry, "host", False, 10.0
+        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", False, 10.0
     )
     workers.park(park)
     manifest = done.get(timeout=20).manifest
-    memory = memoryview(bytearray(6 * 128))
+    memory = kit.blocks(LOG, 22)
     workers.load(LoadJob(manifest, 0, LOG, memory, kit.geometry, 10.0))
     assert store.entered.wait(20)
     workers.load(LoadJob(manifest, 0, LOG, memory, kit.geometry, 10.0))
@@ -454,23 +455,25 @@ def test_a_defect_in_a_store_is_still_an_answer(tiers: Callable[..., Any], kit: 
 def test_bad_jobs_are_refused_before_they_are_queued(tiers: Callable[..., Any], kit: Any) -> None:
     one = tiers(HostStore(1 << 20))
     good = ParkJob(
-        "s1", 1, kit.lineage, LOG, (), kit.kv(LOG, 22), 22, kit.geometry, "host", False, 10.0
+        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", False, 10.0
     )
     for changes, error in (
         ({"session_id": "../x"}, InvalidSessionId),
         ({"num_tokens": 0}, InvalidInput),
         ({"num_tokens": 23}, InvalidInput),
-        ({"payload": bytes(100)}, InvalidInput),
+        ({"blocks": good.blocks[:-1]}, InvalidInput),
+        ({"blocks": [bytes(100)] * len(good.blocks)}, InvalidInput),
         ({"tier": "tape"}, InvalidInput),
     ):
         with pytest.raises(error):
             one.workers.park(dataclasses.replace(good, **changes))
     manifest = one.park("s1", 1, LOG, "host").manifest
-    load = LoadJob(manifest, 0, LOG, memoryview(bytearray(128)), kit.geometry, 1.0)
+    load = LoadJob(manifest, 0, LOG, kit.blocks(LOG, 22), kit.geometry, 1.0)
     for changes in (
         {"first_block": 7},
         {"first_block": -1},
-        {"destination": memoryview(bytes(128))},
+        {"blocks": [memoryview(bytes(kit.geometry.block_bytes))]},
+        {"blocks": [memoryview(bytearray(100))]},
         {"token_ids": b"123"},
     ):
         with pytest.raises(InvalidInput):
@@ -482,8 +485,9 @@ def test_a_read_only_payload_is_parked_without_its_unused_slots_too(
 ) -> None:
     one = tiers(HostStore(1 << 20))
     kv = bytes(kit.kv(LOG, 22))
+    blocks = split_blocks(kv, kit.geometry.block_bytes)
     one.workers.park(
-        ParkJob("s1", 1, kit.lineage, LOG, (), kv, 22, kit.geometry, "host", False, 10.0)
+        ParkJob("s1", 1, kit.lineage, LOG, (), blocks, 22, kit.geometry, "host", False, 10.0)
     )
     loaded, back = one.load(one.next().manifest, LOG)
     assert loaded.miss is None and back == kit.used(kv, 22) != kv
