@@ -31,6 +31,10 @@ class WireError(EngineError):
     """Bytes or an object that are not a border message."""
 
 
+class TierSetupError(EngineError):
+    """A tier below the device cannot be opened: names the directory and the way out."""
+
+
 class ModelError(EngineError):
     """The model's files are at fault."""
 

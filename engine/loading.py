@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from moorage.engine.config import load_model_config
-from moorage.engine.errors import ModelError
+from moorage.engine.errors import ModelError, TierSetupError
 from moorage.engine.kv_cache import KVCache
 from moorage.engine.model import Decoder
 from moorage.engine.model_runner import ModelRunner
@@ -18,6 +18,7 @@ from moorage.engine.tokenizer import ModelTokenizer
 from moorage.engine.weights import load_weights, model_fingerprint
 from moorage.kernels.device import default_device, set_num_threads
 from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
+from moorage.prefix_cache.disk_store import DiskConfig, DiskStore
 from moorage.prefix_cache.errors import StoreError
 from moorage.prefix_cache.frame import Geometry, run_blocks_for
 from moorage.prefix_cache.host_store import HostStore
@@ -119,6 +120,11 @@ def _stores(config: EngineConfig) -> tuple[BlockStore, ...]:
     """The tiers below the device, fastest first."""
     tiers = config.tiers
     stores: list[BlockStore] = [HostStore(tiers.host_bytes)]
+    if tiers.disk_dir is not None:
+        try:
+            stores.append(DiskStore(DiskConfig(tiers.disk_dir, tiers.disk_bytes)))
+        except StoreError as error:
+            raise TierSetupError(str(error)) from error
     if tiers.redis_url is not None:
         redis = RedisStore(RedisConfig(url=tiers.redis_url, ttl_s=tiers.frame_ttl_s))
         try:

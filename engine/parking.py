@@ -32,12 +32,16 @@ from moorage.prefix_cache.parked_context import ParkedContext
 _log = structlog.get_logger("moorage.engine")
 
 
+PREFERENCE = ("redis", "disk", "host")
+"""What "auto" takes, the most durable first; the next one where that fails."""
+
+
 class Parking:
     """Starts and ends parks for the step loop."""
 
     def __init__(self, io: TierIO) -> None:
         self._io = io
-        self._has_redis = "redis" in io.workers.stores
+        self._tiers = [name for name in PREFERENCE if name in io.workers.stores]
         self._prepared: dict[tuple[str, int], ParkedContext] = {}
         self._pins: dict[int, BlockTable | None] = {}
         self._next_job = 0
@@ -55,13 +59,14 @@ class Parking:
                     f"session {session_id} generates, loads or parks: park it when its turn has ended",
                 )
             ]
-        if tier == "redis" and not self._has_redis:
+        if tier != "auto" and tier not in self._tiers:
             return [
                 _refused(
                     session_id,
                     generation,
                     FaultCode.STORE,
-                    "no Redis is configured: start the server with --redis URL or park to host",
+                    f"no {tier} tier is configured, there are {', '.join(self._tiers)}: start the server with"
+                    " --redis URL or --disk-gib N, or park to host",
                 )
             ]
         if context is None or context.table is None or context.num_computed == 0:
@@ -83,8 +88,8 @@ class Parking:
             blocks=blocks,
             num_tokens=context.num_computed,
             geometry=self._io.geometry,
-            tier=("redis" if self._has_redis else "host") if tier == "auto" else tier,
-            fall_back_to_host=tier == "auto",
+            tier=self._tiers[0] if tier == "auto" else tier,
+            fall_back_to=tuple(self._tiers) if tier == "auto" else (),
             deadline_s=self._io.deadline_s,
             job_id=self._next_job,
         )

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from moorage.engine.errors import InvalidRequest
 from moorage.prefix_cache.block import Namespace, TokenIds, num_tokens_in
 
-ParkTier: TypeAlias = Literal["auto", "host", "redis"]
+ParkTier: TypeAlias = Literal["auto", "host", "disk", "redis"]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,17 @@ class TierConfig:
 
     host_bytes: int = 2 << 30
     """Bytes of host memory for parked frames; the oldest unreferenced frames go first."""
+    disk_dir: Path | None = None
+    """Directory of the disk tier, used by one process at a time; None leaves the disk out."""
+    disk_bytes: int = 16 << 30
+    """Bytes of all files in it."""
     redis_url: str | None = None
     """`redis://…` or `rediss://…`; None leaves Redis out."""
     frame_ttl_s: float = 7 * 24 * 3600.0
     """Seconds after which a frame in Redis expires; every park renews it."""
+    host_copies: bool = True
+    """Frames that go to or come from disk or Redis stay in host memory too, as far as there is room beside parked
+    frames that live there."""
     deadline_s: float = 10.0
     """Seconds that one park or load may take in a tier before it counts as failed (a miss)."""
     num_workers: int = 2
@@ -68,6 +75,7 @@ class EngineConfig:
             ("mailbox_len", self.mailbox_len, 1, 1 << 20),
             ("kv_bytes", self.kv_bytes, 1 << 12, 1 << 50),
             ("tiers.host_bytes", self.tiers.host_bytes, 0, 1 << 50),
+            ("tiers.disk_bytes", self.tiers.disk_bytes, 1, 1 << 60),
             ("tiers.num_workers", self.tiers.num_workers, 1, 64),
             ("tiers.queue_len", self.tiers.queue_len, 1, 1 << 20),
         )

@@ -49,6 +49,7 @@ class TierIO:
             complete,
             num_workers=config.tiers.num_workers,
             queue_len=config.tiers.queue_len,
+            host_copies=config.tiers.host_copies,
         )
         self.counters = TierCounters()
 

@@ -106,6 +106,36 @@ class HostStore:
                 found.append(entry.data)
         return found
 
+    def keep(
+        self,
+        frames: Sequence[tuple[FrameKey, Frame | Bytes]],
+        session_id: str,
+        namespace: Namespace,
+    ) -> int:
+        """Copies of frames whose home is another tier, as far as there is room beside what sessions
+        claim; the number that is here now. They are unclaimed: the first to go.
+
+        Bytes must have been verified: whoever reads them here believes that nobody changed them.
+        """
+        owner = (namespace, validate_session_id(session_id))
+        kept = 0
+        with self._lock:
+            self._check_open()
+            for key, frame in frames:
+                slot = _slot(key, owner)
+                if slot not in self._entries:
+                    size = frame.size_bytes if isinstance(frame, Frame) else len(frame)
+                    if not self._evict_for(size):
+                        break
+                    data = frame.join() if isinstance(frame, Frame) else bytes(frame)
+                    self._entries[slot] = _Entry(data)
+                    self._num_bytes += len(data)
+                    self._unclaimed[slot] = None
+                elif slot in self._unclaimed:
+                    self._unclaimed.move_to_end(slot)
+                kept += 1
+        return kept
+
     def contains(
         self,
         keys: Sequence[FrameKey],
@@ -214,6 +244,23 @@ class HostStore:
             )
         for slot in victims:
             self._remove(slot)
+
+    def _evict_for(self, num_bytes: int) -> bool:
+        """Room for so many bytes at the cost of unclaimed frames; False, with nothing changed, where
+        that is not enough.
+        """
+        short = self._num_bytes + num_bytes - self.max_bytes
+        victims: list[_Slot] = []
+        for slot in self._unclaimed:
+            if short <= 0:
+                break
+            victims.append(slot)
+            short -= len(self._entries[slot].data)
+        if short > 0:
+            return False
+        for slot in victims:
+            self._remove(slot)
+        return True
 
     def _put_one(
         self,

@@ -20,6 +20,7 @@ from moorage.prefix_cache.errors import (
     WorkersClosed,
 )
 from moorage.prefix_cache.frame import FrameExpectation, Geometry, as_bytes_view, decode_frame
+from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.park import Chain, Piece
 from moorage.prefix_cache.parked_context import FrameReference, ParkedContext
 from moorage.prefix_cache.store import BlockStore, validate_session_id
@@ -131,9 +132,16 @@ class LoadDone:
     """In the worker, without the wait in the queue."""
 
 
-def run_load(job: LoadJob, stores: Mapping[str, BlockStore], deadline: float) -> LoadDone:
+def run_load(
+    job: LoadJob,
+    stores: Mapping[str, BlockStore],
+    deadline: float,
+    copies: HostStore | None = None,
+) -> LoadDone:
     """Do a load until `deadline` (time.monotonic()). Raises nothing for whatever the stores hold or
     do.
+
+    `copies` is asked before a frame's home is, and keeps what it did not have once it is verified.
     """
     started = time.monotonic()
     size = job.geometry.block_size
@@ -142,17 +150,28 @@ def run_load(job: LoadJob, stores: Mapping[str, BlockStore], deadline: float) ->
     miss: MissReason | None = None
     detail = ""
     try:
-        for ref, data, chain in _frames(job, stores, deadline):
+        for ref, found_in, found, chain in _frames(job, stores, deadline, copies):
+            tier, data = found_in, found
             num_bytes += len(data)
             try:
                 tokens = _place(job, ref, data, chain)
             except FrameMismatch as error:
-                _drop(job, ref, stores, deadline)
-                raise _Miss(
-                    _REASONS.get(error.reason, MissReason.OTHER_CONTENT), str(error)
-                ) from None
+                _drop(job, ref, stores[tier], deadline)
+                if tier == ref.tier:
+                    raise _miss_for(error) from None
+                tier, data = ref.tier, _read_home(job, ref, stores, deadline)  # the copy was bad
+                num_bytes += len(data)
+                try:
+                    tokens = _place(job, ref, data, chain)
+                except FrameMismatch as second:
+                    _drop(job, ref, stores[tier], deadline)
+                    raise _miss_for(second) from None
+            if copies is not None and tier != copies.tier:
+                copies.keep(
+                    [(ref.key, data)], job.manifest.session_id, job.manifest.lineage.namespace
+                )
             loaded += tokens
-            by_tier[ref.tier] = by_tier.get(ref.tier, 0) + tokens
+            by_tier[tier] = by_tier.get(tier, 0) + tokens
     except _Miss as stop:
         miss, detail = stop.reason, stop.detail
     position = job.first_block * size + loaded
@@ -180,9 +199,11 @@ class _Miss(Exception):
 
 
 def _frames(
-    job: LoadJob, stores: Mapping[str, BlockStore], deadline: float
-) -> Iterator[tuple[FrameReference, Bytes, Chain]]:
-    """The needed frames' bytes, in order. Raises _Miss at the first that is not to be had."""
+    job: LoadJob, stores: Mapping[str, BlockStore], deadline: float, copies: HostStore | None
+) -> Iterator[tuple[FrameReference, str, Bytes, Chain]]:
+    """The needed frames, the tier that gave them and their bytes, in order. Raises _Miss at the first
+    that is not to be had.
+    """
     _check_layout(job)
     manifest = job.manifest
     last = job.first_block + len(job.blocks)
@@ -198,6 +219,14 @@ def _frames(
     needed = needed[: len(needed) - len(beyond)]
     chain = Chain(manifest.lineage, job.token_ids, min(log_len, manifest.num_tokens), job.geometry)
     while needed:
+        if copies is not None and needed[0].tier != copies.tier:
+            ref = needed[0]
+            (data,) = copies.get(
+                [ref.key], manifest.session_id, manifest.lineage.namespace, job.deadline_s
+            )
+            if data is not None:
+                yield needed.pop(0), copies.tier, data, chain
+                continue
         batch = _batch(needed)
         store = stores.get(batch[0].tier)
         if store is None:
@@ -207,13 +236,30 @@ def _frames(
             )
         del needed[: len(batch)]
         for ref, data in _read(job, store, batch, deadline):
-            yield ref, data, chain
+            yield ref, ref.tier, data, chain
     if beyond:
         raise _Miss(
             MissReason.LOG_DIFFERS,
             f"the log has {log_len} tokens and the next frame covers"
             f" {beyond[0].num_tokens} from block {beyond[0].first_block} on",
         )
+
+
+def _miss_for(error: FrameMismatch) -> _Miss:
+    return _Miss(_REASONS.get(error.reason, MissReason.OTHER_CONTENT), str(error))
+
+
+def _read_home(
+    job: LoadJob, ref: FrameReference, stores: Mapping[str, BlockStore], deadline: float
+) -> Bytes:
+    """One frame from the tier that the manifest names. Raises _Miss."""
+    if ref.tier not in stores:
+        raise _Miss(
+            MissReason.TIER_MISSING, f"the manifest names tier {ref.tier}, not configured here"
+        )
+    for _, data in _read(job, stores[ref.tier], [ref], deadline):
+        return data
+    raise _Miss(MissReason.NOT_STORED, f"tier {ref.tier} gave nothing")
 
 
 def _check_layout(job: LoadJob) -> None:
@@ -299,16 +345,14 @@ def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:
     return min(ref.num_tokens - skipped * size, num_blocks * size)
 
 
-def _drop(
-    job: LoadJob, ref: FrameReference, stores: Mapping[str, BlockStore], deadline: float
-) -> None:
+def _drop(job: LoadJob, ref: FrameReference, store: BlockStore, deadline: float) -> None:
     """Remove a bad frame, so that the next park writes it anew instead of finding that it
     exists.
     """
     remaining = max(0.0, deadline - time.monotonic())
     manifest = job.manifest
     try:
-        stores[ref.tier].drop([ref.key], manifest.session_id, manifest.lineage.namespace, remaining)
+        store.drop([ref.key], manifest.session_id, manifest.lineage.namespace, remaining)
     except StoreError:
         return  # it stays a miss, and goes by age
 

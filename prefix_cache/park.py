@@ -30,10 +30,10 @@ from moorage.prefix_cache.frame import (
     private_key,
     run_key,
 )
+from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.parked_context import FrameReference, ParkedContext
 from moorage.prefix_cache.store import BlockStore, validate_session_id
 
-FALLBACK_TIER = "host"
 NO_CHECKSUM = bytes(16)
 """In a reference to a run frame: whoever wrote it first, it is found by its content's hash."""
 
@@ -59,8 +59,8 @@ class ParkJob:
     num_tokens: int
     geometry: Geometry
     tier: str
-    fall_back_to_host: bool
-    """Whether host memory may take it where `tier` fails; the manifest then says host."""
+    fall_back_to: tuple[str, ...]
+    """Tiers that may take it where `tier` fails, in order; the manifest names the one that did."""
     deadline_s: float
     """Seconds from submission."""
     job_id: int = 0
@@ -198,8 +198,14 @@ class Chain:
         )
 
 
-def run_park(job: ParkJob, stores: Mapping[str, BlockStore], deadline: float) -> ParkDone:
-    """Do a park, to the end of which `deadline` (time.monotonic()) applies.
+def run_park(
+    job: ParkJob,
+    stores: Mapping[str, BlockStore],
+    deadline: float,
+    copies: HostStore | None = None,
+) -> ParkDone:
+    """Do a park, to the end of which `deadline` (time.monotonic()) applies. `copies` keeps the frames
+    too, where another tier is their home.
 
     Frames go first, the manifest is made only once `put` has returned. A failed put may leave
     frames behind; nothing names them, they go by age, and a later park of the same prefix uses
@@ -208,17 +214,20 @@ def run_park(job: ParkJob, stores: Mapping[str, BlockStore], deadline: float) ->
     started = time.monotonic()
     frames = make_frames(job)
     tier, degraded = job.tier, ""
-    try:
-        _put(job, stores[tier], frames, deadline)
-    except StoreError as error:
-        if not (job.fall_back_to_host and tier != FALLBACK_TIER and FALLBACK_TIER in stores):
-            return job.failed(error)
-        tier, degraded = FALLBACK_TIER, str(error)
+    failures: list[StoreError] = []
+    for tier in (job.tier, *(other for other in job.fall_back_to if other != job.tier)):
         try:
             _put(job, stores[tier], frames, deadline)
-        except StoreError as second:
-            second.add_note(f"after tier {job.tier} failed: {error}")
-            return job.failed(second)
+            break
+        except StoreError as error:
+            failures.append(error)
+            degraded = degraded or str(error)
+    else:
+        for earlier in failures[:-1]:
+            failures[-1].add_note(f"before that: {earlier}")
+        return job.failed(failures[-1])
+    if copies is not None and tier != copies.tier:
+        copies.keep(frames, job.session_id, job.lineage.namespace)
     manifest = ParkedContext(
         lineage=job.lineage,
         session_id=job.session_id,

@@ -33,6 +33,7 @@ from moorage.prefix_cache.errors import (
     WorkersClosed,
 )
 from moorage.prefix_cache.frame import FrameKey
+from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.load import LoadDone, LoadJob, MissReason, run_load
 from moorage.prefix_cache.park import ParkDone, ParkJob, run_park
 from moorage.prefix_cache.store import BlockStore, validate_session_id
@@ -105,15 +106,19 @@ class TierWorkers:
         *,
         num_workers: int = 2,
         queue_len: int = 256,
+        host_copies: bool = False,
     ) -> None:
         """`num_workers` threads per tier; `queue_len` jobs may wait at each, one more is refused
-        with QueueFull.
+        with QueueFull. `host_copies`: the host store, where there is one, also keeps frames whose home
+        is another tier, and is asked first.
         """
         if num_workers < 1 or queue_len < 1:
             raise InvalidInput(
                 f"num_workers is {num_workers} and queue_len {queue_len}; both must be 1 or more"
             )
         self.stores: Mapping[str, BlockStore] = {store.tier: store for store in stores}
+        host = next((store for store in stores if isinstance(store, HostStore)), None)
+        self._copies = host if host_copies else None
         self._on_done = on_done
         self._closing = threading.Event()
         self._submit_lock = threading.Lock()
@@ -223,9 +228,9 @@ class TierWorkers:
         try:
             match job:
                 case ParkJob():
-                    return job.failed(error) if error else run_park(job, self.stores, deadline)
+                    return job.failed(error) if error else self._park(job, deadline)
                 case LoadJob():
-                    return job.failed(error) if error else run_load(job, self.stores, deadline)
+                    return job.failed(error) if error else self._load(job, deadline)
                 case DeleteJob():
                     return DeleteDone(
                         job.session_id, error or self._delete(job, deadline), job.job_id
@@ -239,6 +244,12 @@ class TierWorkers:
             if isinstance(job, DeleteJob):
                 return DeleteDone(job.session_id, failure, job.job_id)
             return job.failed(failure)
+
+    def _park(self, job: ParkJob, deadline: float) -> ParkDone:
+        return run_park(job, self.stores, deadline, self._copies)
+
+    def _load(self, job: LoadJob, deadline: float) -> LoadDone:
+        return run_load(job, self.stores, deadline, self._copies)
 
     def _delete(self, job: DeleteJob, deadline: float) -> CacheError | None:
         remaining = max(0.0, deadline - time.monotonic())

@@ -66,6 +66,9 @@ def serve(
     redis: Annotated[
         str | None, typer.Option(help="redis://… for parked KV; without it, host memory.")
     ] = None,
+    disk_gib: Annotated[
+        float, typer.Option(help="GiB of parked KV on disk, in the data directory; 0: none.")
+    ] = 0.0,
     data_dir: Annotated[
         Path, typer.Option(help="Where sessions are kept; one process at a time.")
     ] = Path("moorage-data"),
@@ -96,6 +99,8 @@ def serve(
     from moorage.sessions.server import ServerConfig, parse_listen
     from moorage.sessions.server import serve as run_server
 
+    if disk_gib < 0:
+        _fail(f"--disk-gib is {disk_gib}, allowed is 0 (none) or more")
     if kv_mib < 1:
         _fail(f"--kv-mib is {kv_mib}, allowed is 1 or more")
     try:
@@ -111,7 +116,11 @@ def serve(
             kv_bytes=kv_mib << 20,
             num_threads=threads,
             fill_freed_with_nan=nan_fill,
-            tiers=TierConfig(redis_url=redis),
+            tiers=TierConfig(
+                redis_url=redis,
+                disk_dir=data_dir / "kv" if disk_gib else None,
+                disk_bytes=max(1, int(disk_gib * (1 << 30))),
+            ),
         )
         server = ServerConfig(
             listen=listen,

@@ -50,7 +50,7 @@ _log = structlog.get_logger("moorage.sessions")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-TIERS = ("auto", "host", "redis")
+TIERS = ("auto", "host", "disk", "redis")
 
 
 class SessionsServicer(sessions_pb2_grpc.SessionsServicer):

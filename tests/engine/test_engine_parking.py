@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from engine_harness import EIGHT, TENANT, EngineHarness, first_turn, prompt
@@ -112,7 +113,7 @@ def test_kv_that_the_tier_lost_is_recomputed_and_said_so(
 ) -> None:
     import redis
 
-    engine = start_engine(tiers=TierConfig(redis_url=redis_url))
+    engine = start_engine(tiers=TierConfig(redis_url=redis_url, host_copies=False))
     log = first_turn(engine, 600, 8)
     parked = engine.park("s")
     client = redis.Redis.from_url(redis_url)
@@ -300,3 +301,40 @@ def test_park_and_resume_many_times_leaks_nothing(start_engine: Start) -> None:
             manifests[name] = engine.park(name, round_).manifest
     seen = engine.inspect()
     assert seen.free_blocks == seen.total_blocks == 24
+
+
+def test_d15_sessions_parked_on_disk_come_back_after_a_restart(
+    start_engine: Start, tmp_path: Path, undisturbed: Callable[[list[int]], list[int]]
+) -> None:
+    tiers = TierConfig(disk_dir=tmp_path / "kv")
+    first = start_engine(tiers=tiers)
+    logs = [first_turn(first, 300 + 17 * n, 40 + n, f"s{n}") for n in range(3)]
+    parked = [first.park(f"s{n}") for n in range(3)]
+    assert {one.tier for one in parked} == {"disk"}
+    near = first.run("s0", logs[0], num_known=307, manifest=parked[0].manifest, sampling=EIGHT)
+    assert near.sources is not None
+    assert (near.sources.host, near.sources.disk) == (307, 0)  # the copy in host memory
+    first.close()
+    second = start_engine(tiers=tiers)
+    for n, log in enumerate(logs):
+        known = len(log) - 1
+        back = second.run(
+            f"s{n}", log, num_known=known, manifest=parked[n].manifest, sampling=EIGHT
+        )
+        assert back.sources is not None
+        assert (back.sources.disk, back.sources.recomputed) == (known, 0)
+        assert back.forwarded_to_first == 1
+        assert back.token_ids == undisturbed(log)
+
+
+def test_a_disk_that_is_full_gives_way_to_host_memory_and_says_so(
+    start_engine: Start, tmp_path: Path
+) -> None:
+    engine = start_engine(tiers=TierConfig(disk_dir=tmp_path / "kv", disk_bytes=1000))
+    first_turn(engine, 300, 50)
+    parked = engine.park("s")
+    assert parked.tier == "host"
+    assert "disk_bytes" in parked.degraded
+    first_turn(engine, 300, 51)
+    refused = engine.prepare_park("s", 2, "disk")
+    assert isinstance(refused, ParkRefused) and "disk_bytes" in refused.error.message

@@ -108,7 +108,7 @@ class Tiers:
             num_tokens=num_tokens,
             geometry=self.geometry,
             tier=tier,
-            fall_back_to_host=fall_back,
+            fall_back_to=("host",) if fall_back else (),
             deadline_s=deadline_s,
         )
         self.workers.park(job)

@@ -16,6 +16,7 @@ import pytest
 from redis_server import RedisServer
 
 from moorage.prefix_cache.block import pack_tokens
+from moorage.prefix_cache.disk_store import DiskConfig, DiskStore
 from moorage.prefix_cache.failpoints import Failpoint, installed
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.load import MissReason
@@ -32,10 +33,12 @@ class CutOff(Exception):
     """What a failpoint raises here: no StoreError, so nothing may treat it as an expected fault."""
 
 
-@pytest.fixture(params=["host", "redis"])
-def one_tier(request: Any, tiers: Callable[..., Any]) -> Any:
+@pytest.fixture(params=["host", "disk", "redis"])
+def one_tier(request: Any, tiers: Callable[..., Any], tmp_path: Path) -> Any:
     if request.param == "host":
         return tiers(HostStore(1 << 20)), "host"
+    if request.param == "disk":
+        return tiers(DiskStore(DiskConfig(tmp_path / "kv", segment_bytes=2000))), "disk"
     url = request.getfixturevalue("redis_url")
     return tiers(RedisStore(RedisConfig(url, pipeline_bytes=1))), "redis"
 
@@ -71,9 +74,8 @@ def assert_whole_or_miss(tiers: Any, kit: Any, manifest: Any, log: bytes, salt: 
 def test_d5_a_fault_after_every_single_write(one_tier: Any, kit: Any) -> None:
     tiers, tier = one_tier
     hits = count_hits(tiers, tier)
-    # Before and after the put, and each frame: Redis skips the two shared runs, host passes all
-    # five.
-    assert hits == {"host": 2 + 2 * 5, "redis": 2 + 2 * 3}[tier]
+    # Before and after the put, and each frame: only host passes the two shared runs too.
+    assert hits == {"host": 2 + 2 * 5, "disk": 2 + 2 * 3, "redis": 2 + 2 * 3}[tier]
     for cut in range(hits):
         session = f"s{cut}"
         base, new = versions(cut)
@@ -139,6 +141,7 @@ def test_c12_a_constant_hash_never_loads_another_prompt(
 CHILD = """
 import os, queue, signal, sys
 from moorage.prefix_cache.block import Lineage, Namespace, pack_tokens
+from moorage.prefix_cache.disk_store import DiskConfig, DiskStore
 from moorage.prefix_cache.failpoints import installed
 from moorage.prefix_cache.frame import Geometry
 from moorage.prefix_cache.redis_store import RedisConfig, RedisStore
@@ -153,7 +156,7 @@ workers = TierWorkers([RedisStore(RedisConfig(url, pipeline_bytes=1))], done.put
 def park(generation, token_ids, fill):
     blocks = [bytearray([fill]) * geometry.block_bytes for _ in range(-(-len(token_ids) // 4))]
     workers.park(ParkJob("s1", generation, lineage, pack_tokens(token_ids), (), blocks,
-                         len(token_ids), geometry, "redis", False, 10.0))
+                         len(token_ids), geometry, "redis", (), 10.0))
     return done.get(timeout=20).manifest
 
 sys.stdout.buffer.write(park(1, range(22), 1).to_bytes())

@@ -336,7 +336,7 @@ def test_where_the_fallback_fails_too_both_errors_are_told(tiers: Callable[..., 
     both = tiers(HostStore(100), away)
     done = both.park("s1", 1, LOG, "redis", fall_back=True)
     assert done.manifest is None and isinstance(done.error, StoreFull)
-    assert "after tier redis failed" in done.error.__notes__[0]
+    assert "before that: Redis at" in done.error.__notes__[0]
 
 
 def test_a_load_from_a_redis_that_is_down_or_silent_is_a_typed_miss(
@@ -407,7 +407,7 @@ def test_close_answers_every_job_that_was_accepted(kit: Any) -> None:
     workers = TierWorkers([store], done.put, num_workers=1, queue_len=3)
     store.gate = threading.Event()
     park = ParkJob(
-        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", False, 10.0
+        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", (), 10.0
     )
     workers.park(park)
     manifest = done.get(timeout=20).manifest
@@ -455,7 +455,7 @@ def test_a_defect_in_a_store_is_still_an_answer(tiers: Callable[..., Any], kit: 
 def test_bad_jobs_are_refused_before_they_are_queued(tiers: Callable[..., Any], kit: Any) -> None:
     one = tiers(HostStore(1 << 20))
     good = ParkJob(
-        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", False, 10.0
+        "s1", 1, kit.lineage, LOG, (), kit.blocks(LOG, 22), 22, kit.geometry, "host", (), 10.0
     )
     for changes, error in (
         ({"session_id": "../x"}, InvalidSessionId),
@@ -487,7 +487,7 @@ def test_a_read_only_payload_is_parked_without_its_unused_slots_too(
     kv = bytes(kit.kv(LOG, 22))
     blocks = split_blocks(kv, kit.geometry.block_bytes)
     one.workers.park(
-        ParkJob("s1", 1, kit.lineage, LOG, (), blocks, 22, kit.geometry, "host", False, 10.0)
+        ParkJob("s1", 1, kit.lineage, LOG, (), blocks, 22, kit.geometry, "host", (), 10.0)
     )
     loaded, back = one.load(one.next().manifest, LOG)
     assert loaded.miss is None and back == kit.used(kv, 22) != kv
