@@ -21,6 +21,7 @@ from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
 from moorage.prefix_cache.disk_store import DiskConfig, DiskStore
 from moorage.prefix_cache.errors import StoreError
 from moorage.prefix_cache.frame import Geometry, run_blocks_for
+from moorage.prefix_cache.guarded_store import GuardedStore
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.redis_store import RedisConfig, RedisStore
 from moorage.prefix_cache.store import BlockStore
@@ -122,7 +123,7 @@ def _stores(config: EngineConfig) -> tuple[BlockStore, ...]:
     stores: list[BlockStore] = [HostStore(tiers.host_bytes)]
     if tiers.disk_dir is not None:
         try:
-            stores.append(DiskStore(DiskConfig(tiers.disk_dir, tiers.disk_bytes)))
+            stores.append(GuardedStore(DiskStore(DiskConfig(tiers.disk_dir, tiers.disk_bytes))))
         except StoreError as error:
             raise TierSetupError(str(error)) from error
     if tiers.redis_url is not None:
@@ -131,5 +132,5 @@ def _stores(config: EngineConfig) -> tuple[BlockStore, ...]:
             redis.check(REDIS_CHECK_S)
         except StoreError as error:  # it may come later: parks go to host memory until it does
             _log.warning("Redis does not answer; parks go to host memory", reason=str(error))
-        stores.append(redis)
+        stores.append(GuardedStore(redis))
     return tuple(stores)
