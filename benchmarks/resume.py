@@ -55,7 +55,7 @@ FIGURES = [
 ]
 
 
-TIERS = ("host", "redis")
+TIERS = ("host", "disk", "redis")
 KEPT_CONTEXT = 512
 """Tokens of each session of `sessions_kept_alive`."""
 KEPT_HELD = 2
@@ -200,7 +200,7 @@ def measure(options: argparse.Namespace, redis_url: str, folder: Path) -> dict[s
         model_dir=model_dir,
         kv_bytes=256 << 20,
         num_threads=options.threads,
-        tiers=TierConfig(redis_url=redis_url),
+        tiers=TierConfig(redis_url=redis_url, disk_dir=folder / "kv", host_copies=False),
     )
     engine = Engine(config)
     info = engine.model_info
@@ -216,6 +216,7 @@ def measure(options: argparse.Namespace, redis_url: str, folder: Path) -> dict[s
     restore = {kind: statistics.median(found.restore_s[kind]) for kind in TIERS}
     floor = {
         "host": host_floor_s(found.num_bytes),
+        "disk": disk_floor_s(found.num_bytes, folder),
         "redis": redis_floor_s(found.num_bytes, redis_url),
     }
     figures: dict[str, float | int | None] = dict.fromkeys(FIGURES)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from engine_harness import EIGHT, TENANT, EngineHarness, first_turn, prompt
 
-from moorage.engine import FinishReason, Park, Release, Restore, RestoreDone, pack_tokens
+from moorage.engine import (
+    FinishReason,
+    Park,
+    Release,
+    Restore,
+    RestoreDone,
+    SamplingParams,
+    pack_tokens,
+)
 from moorage.engine import loading as loading_module
-from moorage.prefix_cache.host_store import HostStore
+from moorage.engine.kv_cache import block_views
+from moorage.prefix_cache.block import Lineage
+from moorage.prefix_cache.frame import Geometry
+from moorage.prefix_cache.host_store import HostStore, _Entry
+from moorage.prefix_cache.load import LoadJob, run_load
+from moorage.prefix_cache.park import ParkJob, run_park
 
 Start = Callable[..., EngineHarness]
 
@@ -128,3 +143,75 @@ def test_a_load_that_finds_no_room_on_the_device_goes_through_staging_memory(
     tokens = engine.finish(request).token_ids
     engine.finish(going)
     assert tokens == start_engine(num_blocks=64).run("s", log, sampling=EIGHT).token_ids
+
+
+def damage(store: HostStore, manifest: bytes, kind: str, draw: random.Random) -> bytes:
+    """Harm one stored frame, or the manifest that is returned."""
+    entries = list(store._entries.values())
+    victim = draw.choice(entries)
+    match kind:
+        case "flip":
+            at = draw.randrange(len(victim.data))
+            flipped = victim.data[at] ^ 1 << draw.randrange(8)
+            victim.data = victim.data[:at] + bytes([flipped]) + victim.data[at + 1 :]
+        case "cut":
+            victim.data = victim.data[: draw.randrange(len(victim.data))]
+        case "swap":
+            other = draw.choice([entry for entry in entries if entry is not victim])
+            victim.data, other.data = other.data, victim.data
+        case "lose":
+            del store._entries[draw.choice(list(store._entries))]
+        case _:
+            at = draw.randrange(len(manifest))
+            return (
+                manifest[:at] + bytes([manifest[at] ^ 1 << draw.randrange(8)]) + manifest[at + 1 :]
+            )
+    return manifest
+
+
+def test_fifty_kinds_of_damage_change_no_token(start_engine: Start, store: GatedStore) -> None:
+    engine = start_engine(num_blocks=48)
+    log = first_turn(engine, 600, 11)
+    expected = start_engine().run("s", log, sampling=EIGHT).token_ids
+    whole = engine.park("s", 1).manifest
+    engine.run("filler", prompt(760, 99), sampling=SamplingParams(max_tokens=1))
+    engine.engine.send(Release("filler", TENANT, None))
+    recomputed = 0
+    for seed in range(50):
+        draw = random.Random(seed)
+        kept = {slot: entry.data for slot, entry in store._entries.items()}
+        manifest = damage(store, whole, ("flip", "cut", "swap", "lose", "manifest")[seed % 5], draw)
+        session = f"s{seed}"
+        back = engine.run(session, log, num_known=607, manifest=manifest, sampling=EIGHT)
+        assert back.token_ids == expected, seed
+        assert back.sources is not None
+        assert back.sources.recomputed > 0
+        assert back.sources.recomputed_reason
+        recomputed += back.sources.recomputed
+        engine.engine.send(Release(session, TENANT, None))
+        engine.inspect()
+        filler = prompt(760, seed)  # every block of the pool: nothing is found on the device
+        engine.run("filler", filler, sampling=SamplingParams(max_tokens=1))
+        engine.engine.send(Release("filler", TENANT, None))
+        store._entries = {slot: _Entry(data, {"s"}) for slot, data in kept.items()}
+    assert 0 < recomputed < 50 * 607
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_d11_special_values_come_back_bit_by_bit(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    geometry = Geometry(2, 1, 4, 8, name, 2)
+    values = torch.tensor([1.0, -0.0, float("inf"), float("nan"), 1e-40, 3.0e38]).to(dtype)
+    pool = values.repeat(3 * 2 * 2 * 4 * 8)[: 3 * 2 * 2 * 4 * 8].reshape(3, 2, 2, 1, 4, 8).clone()
+    views = block_views(pool)
+    assert [len(view) for view in views] == [geometry.block_bytes] * 3
+    assert geometry.block_bytes == pool[0].numel() * dtype.itemsize
+    tokens = pack_tokens(list(range(12)))
+    job = ParkJob("s", 1, Lineage(TENANT, b"f"), tokens, (), views, 12, geometry, "host", (), 5.0)
+    host = HostStore(1 << 20)
+    done = run_park(job, {"host": host}, float("inf"))
+    assert done.manifest is not None
+    back = torch.zeros_like(pool)
+    load = LoadJob(done.manifest, 0, tokens, block_views(back), geometry, 5.0)
+    assert run_load(load, {"host": host}, float("inf")).miss is None
+    assert torch.equal(back.view(torch.uint8), pool.view(torch.uint8))
