@@ -94,6 +94,16 @@ def measure(num_blocks: int, repeats: int) -> dict[str, float]:
         commit(number)
         times.append(time.perf_counter() - started)
         cache.release(tables[number])
+    log = pack_tokens(random.Random(-99).randrange(1 << 17) for _ in range(1_000 * BLOCK + 5))
+    parent = cache.open(LINEAGE)
+    cache.grow(parent, 1_000 * BLOCK + 5)
+    cache.commit(parent, log, 1_000 * BLOCK)
+    forks = []
+    figures["fork_1k_blocks_ms"] = median_ms(
+        repeats, lambda _: forks.append(cache.fork(parent, 1_000 * BLOCK + 5)[0])
+    )
+    for table in (*forks, parent):
+        cache.release(table)
     figures["commit_1k_blocks_ms"] = 1e3 * statistics.median(times)
     figures["evict_1k_blocks_ms"] = median_ms(repeats, lambda _: cache.evict(1_000))
     return figures
@@ -110,7 +120,6 @@ def main() -> None:
     large = measure(arguments.blocks, arguments.repeats)
     figures: dict[str, float | None] = {name: round(value, 4) for name, value in large.items()}
     figures["match_100k_hashed_ms"] = figures["match_100k_ms"]
-    figures["fork_1k_blocks_ms"] = None
     conditions = {
         "blocks": arguments.blocks,
         "block_size": BLOCK,

@@ -2,7 +2,7 @@
 computes KV.
 
     match ─▶ open ─▶ grow ─▶ (the runner writes KV) ─▶ commit ─▶ … ─▶ release │ discard
-                      ▲                                  │
+                      ▲                                  │  └──▶ fork ─▶ another table
                       └──────── truncate (rewind) ◀──────┘
 
 After every call: free + evictable + locked + in use = total.
@@ -273,6 +273,33 @@ class PrefixCache:
         del table.block_hashes[whole:]
         table.block_ids[whole] = destination
         return source, destination
+
+    def fork(
+        self, table: BlockTable, num_tokens: int
+    ) -> tuple[BlockTable, list[tuple[BlockId, BlockId]]]:
+        """Another table on the first `num_tokens` tokens; the parent is not touched.
+
+        Committed blocks are shared. What is private of the parent, or cut in its middle, is not: the
+        fork gets blocks of its own in their place, and (source, destination) of each is returned for
+        the caller to copy before either table grows. Raises OutOfBlocks or InvalidInput and changes
+        nothing. O(blocks of the path).
+        """
+        lock = self._lock_of(table)
+        size = self.config.block_size
+        if not 0 <= num_tokens <= table.num_blocks * size:
+            raise InvalidInput(
+                f"num_tokens is {num_tokens}, allowed is 0 … {table.num_blocks * size} (its slots)"
+            )
+        keep, whole = -(-num_tokens // size), min(num_tokens // size, table.num_committed)
+        self._make_free(keep - whole)
+        place = self.tree.position_in(lock, whole)
+        child = BlockTable(table.lineage, self.tree.lock(table.lineage, place))
+        child.block_hashes = table.block_hashes[:whole]
+        own = self.pool.take(keep - whole)
+        child.block_ids = table.block_ids[:whole] + own
+        child.block_deltas = table.block_deltas[:keep]
+        self.tables.add(child)
+        return child, list(zip(table.block_ids[whole:keep], own, strict=True))
 
     def release(self, table: BlockTable) -> None:
         """Let the committed blocks go (they stay findable until evicted) and free the private ones.

@@ -135,17 +135,22 @@ class RadixTree:
         lock.node = None
         self._drop_empty_root(node)
 
+    def position_in(self, lock: Lock, num_blocks: int) -> Position:
+        """The place after the first `num_blocks` blocks of a held path."""
+        node = self._holder(lock)
+        while not node.is_root and node.first_block >= num_blocks:
+            node = self._parent(node)
+        return Position(node, num_blocks - node.first_block, num_blocks)
+
     def rewind(self, lock: Lock, num_blocks: int) -> None:
         """Hold only the first `num_blocks` blocks of the path; what nobody else holds beyond them
         is superseded.
         """
         old_node, old_end = self._holder(lock), lock.end
-        node, end = old_node, old_end
-        while not node.is_root and node.first_block >= num_blocks:
-            node = self._parent(node)
-        end = num_blocks - node.first_block
+        place = self.position_in(lock, num_blocks)
+        node = place.node
         self._detach(lock)
-        lock.node, lock.end = node, end
+        lock.node, lock.end = node, place.end
         self._attach(lock)
         if old_end < old_node.num_blocks:
             return  # behind our end stand blocks of others: a suffix mark would take them along
