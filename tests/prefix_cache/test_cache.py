@@ -396,3 +396,43 @@ def test_check_integrity_sees_what_is_wrong(kit: Any) -> None:
     assert "locked: the books say" in broken(counter)
     assert "hash of block 0" in broken(chain)
     assert "parent's child" in broken(key)
+
+
+def test_c18_what_is_similar_is_reused_only_as_far_as_it_is_equal(kit: Any) -> None:
+    shared = list(range(1000, 1900))
+    marker = 7
+    first = kit.log(*shared, marker, *range(99))
+    second = kit.log(*shared, *range(200, 300))
+    cache = PrefixCache(CacheConfig(16, (GroupConfig("full", 3 * 64),), 4))
+    for number in range(25):
+        other = kit.fill(cache, kit.log(*range(5000 + number, 6000 + number)))
+        held = kit.fill(cache, first)
+        match = cache.match(kit.lineage, second)
+        assert match.num_tokens == 896  # 900, in whole blocks
+        table = cache.open(match)
+        assert table.block_ids == held.block_ids[:56]
+        for one in (other, held, table):
+            cache.release(one)
+        cache.evict(40)
+        cache.check_integrity()
+
+
+def test_c20_an_abort_after_each_step_of_admission_leaves_every_count_as_it_was(kit: Any) -> None:
+    log = kit.log(*range(70))
+    cache = PrefixCache(CacheConfig(16, (GroupConfig("full", 8),), 4))
+    cache.release(kit.fill(cache, kit.log(*range(40))))
+    start = cache.statistics()
+    counts = (start.free, start.evictable, start.locked, start.in_use)
+    for last in range(4):
+        match = cache.match(kit.lineage, log)
+        table = cache.open(match) if last >= 1 else None
+        if table is not None and last >= 2:
+            cache.grow(table, 70)
+        if table is not None and last >= 3:
+            fork, _ = cache.fork(table, 33)
+            cache.release(fork)
+        if table is not None:
+            cache.release(table)
+        now = cache.statistics()
+        assert (now.free, now.evictable, now.locked, now.in_use) == counts, last
+        cache.check_integrity()
