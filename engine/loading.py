@@ -80,6 +80,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         head_dim=attention.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         run_blocks=run_blocks,
+        codec=config.tiers.codec,
     )
     num_blocks = config.num_blocks or max(1, config.kv_bytes // block_bytes)
     kv_cache = KVCache(
@@ -109,7 +110,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=geometry.dtype,
         chat_template=tokenizer.chat_template,
         special_tokens=tuple(sorted(tokenizer.special_tokens)),
-        deterministic=device.type == "cpu",
+        deterministic=device.type == "cpu" and config.tiers.codec == "raw",
     )
     decoder = Decoder(model, weights)
     decoder.warm_up()

@@ -23,6 +23,8 @@ class TierConfig:
     """`redis://…` or `rediss://…`; None leaves Redis out."""
     frame_ttl_s: float = 7 * 24 * 3600.0
     """Seconds after which a frame in Redis expires; every park renews it."""
+    codec: Literal["raw", "int8"] = "raw"
+    """How frames are stored. "int8" takes half the room of 16-bit KV, and what follows a resume is close, not equal."""
     host_copies: bool = True
     """Frames that go to or come from disk or Redis stay in host memory too, as far as there is room beside parked
     frames that live there."""

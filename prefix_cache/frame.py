@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, cast
@@ -38,6 +38,7 @@ from moorage.prefix_cache.block import HASH_BYTES, BlockHash, Bytes, Namespace
 from moorage.prefix_cache.errors import FrameMismatch, InvalidInput
 from moorage.prefix_cache.errors import MismatchReason as Reason
 from moorage.prefix_cache.geometry import (
+    CODECS,
     ITEM_BYTES,
     MAX_FRAME_BYTES,
     RAW,
@@ -95,7 +96,7 @@ class FrameKey:
         )
         if not whole:
             raise InvalidInput(f"{self.name[:48]!r} names no {self.kind} frame")
-        if self.dtype not in ITEM_BYTES or self.codec != RAW:
+        if self.dtype not in ITEM_BYTES or self.codec not in CODECS:
             raise InvalidInput(f"no frames are stored as {self.dtype[:32]!r}, {self.codec[:32]!r}")
 
     @property
@@ -214,17 +215,23 @@ class FrameExpectation:
 class Frame:
     """A frame to be written: its header and views of the payload, which is not copied.
 
-    The checksum is computed where the bytes are first asked for: a run frame that a store has
-    already is never read. The payload must stay unchanged until then and while it is written.
+    Payload and checksum are computed where the bytes are first asked for: a run frame that a store
+    has already is neither read nor coded. The blocks must stay unchanged until then and while they
+    are written.
     """
 
-    def __init__(self, header: FrameHeader, pieces: tuple[memoryview, ...]) -> None:
+    def __init__(self, header: FrameHeader, make: Callable[[], tuple[memoryview, ...]]) -> None:
+        """`make` gives the payload's pieces, of `header.payload_bytes` together."""
         self.header = header
-        self.pieces = pieces
-        """The payload, in order."""
+        self._make = make
         self._packed = cast(
             "bytes", msgpack.packb([getattr(header, name) for name in _FIELDS], use_bin_type=True)
         )
+
+    @cached_property
+    def pieces(self) -> tuple[memoryview, ...]:
+        """The payload, in order."""
+        return self._make()
 
     @cached_property
     def checksum(self) -> bytes:
@@ -279,7 +286,7 @@ def encode_frame(header: FrameHeader, pieces: Sequence[Bytes]) -> Frame:
         raise InvalidInput(
             f"the payload has {num_bytes} bytes, its header says {header.payload_bytes}"
         )
-    return Frame(header, views)
+    return Frame(header, lambda: views)
 
 
 def decode_frame(buffer: Bytes, expect: FrameExpectation) -> tuple[FrameHeader, memoryview]:
@@ -359,6 +366,7 @@ def frame_header(
     first_block: int,
     num_tokens: int,
     generation: int,
+    payload_bytes: int | None = None,
 ) -> FrameHeader:
     """The header of `num_tokens` tokens from `first_block` on; writer and reader both make theirs
     here.
@@ -386,5 +394,5 @@ def frame_header(
         name=key.name,
         layers=key.layers,
         heads=key.heads,
-        payload_bytes=num_blocks * geometry.block_bytes,
+        payload_bytes=num_blocks * geometry.block_bytes if payload_bytes is None else payload_bytes,
     )

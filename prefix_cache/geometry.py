@@ -12,6 +12,9 @@ Range: TypeAlias = tuple[int, int]
 
 RAW = "raw"
 """The codec that stores the device's bytes as they are."""
+INT8 = "int8"
+"""8 bits a number, see codec.py. Never read by who asks for raw: what follows would not be exact."""
+CODECS = (RAW, INT8)
 MAX_FRAME_BYTES = 4 << 20
 """Largest frame, header included: values of 1 to 4 MiB were the optimum of a loopback Redis."""
 HEADER_ROOM_BYTES = 4 << 10
@@ -40,8 +43,10 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise InvalidInput(f"dtype is {self.dtype!r}, allowed are {', '.join(ITEM_BYTES)}")
-        if self.codec != RAW:
-            raise InvalidInput(f"codec is {self.codec!r}, only {RAW!r} is served for now")
+        if self.codec not in CODECS:
+            raise InvalidInput(f"codec is {self.codec!r}, allowed are {', '.join(CODECS)}")
+        if self.codec == INT8 and self.dtype not in ("bfloat16", "float16", "float32"):
+            raise InvalidInput(f"codec int8 takes no KV of dtype {self.dtype}: use raw")
         sizes = (
             self.num_layers,
             self.num_kv_heads,

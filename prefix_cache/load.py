@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from moorage.prefix_cache import codec
 from moorage.prefix_cache.block import Bytes, num_tokens_in
 from moorage.prefix_cache.errors import (
     CacheError,
@@ -320,7 +321,7 @@ def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:
     another one.
     """
     manifest, geometry = job.manifest, job.geometry
-    size, block_bytes = geometry.block_size, geometry.block_bytes
+    size = geometry.block_size
     piece = Piece(ref.first_block, ref.num_tokens, ref.key.shared)
     if piece.shared and ref.key.name != chain.hash_before(ref.first_block + ref.num_blocks):
         raise _Miss(
@@ -339,9 +340,10 @@ def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:
     skipped = max(0, job.first_block - ref.first_block)
     at = ref.first_block + skipped - job.first_block
     num_blocks = min(ref.num_blocks - skipped, len(job.blocks) - at)
+    into: list[memoryview | None] = [None] * ref.num_blocks
     for index in range(num_blocks):
-        start = (skipped + index) * block_bytes
-        as_bytes_view(job.blocks[at + index])[:] = payload[start : start + block_bytes]
+        into[skipped + index] = as_bytes_view(job.blocks[at + index])
+    codec.decode(geometry, ref.first_block, piece.shared, ref.num_blocks, payload, into)
     return min(ref.num_tokens - skipped * size, num_blocks * size)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
+from moorage.prefix_cache import codec
 from moorage.prefix_cache.block import (
     TOKEN_BYTES,
     BlockHash,
@@ -25,7 +27,6 @@ from moorage.prefix_cache.frame import (
     FrameKey,
     Geometry,
     as_bytes_view,
-    encode_frame,
     frame_header,
     private_key,
     run_key,
@@ -195,6 +196,12 @@ class Chain:
             first_block=piece.first_block,
             num_tokens=piece.num_tokens,
             generation=generation,
+            payload_bytes=codec.coded_bytes(
+                self.geometry,
+                piece.first_block,
+                -(-piece.num_tokens // self.geometry.block_size),
+                piece.shared,
+            ),
         )
 
 
@@ -222,6 +229,8 @@ def run_park(
         except StoreError as error:
             failures.append(error)
             degraded = degraded or str(error)
+        except InvalidInput as error:  # the codec cannot hold a value
+            return job.failed(error)
     else:
         for earlier in failures[:-1]:
             failures[-1].add_note(f"before that: {earlier}")
@@ -270,8 +279,9 @@ def make_frames(job: ParkJob) -> list[tuple[FrameKey, Frame]]:
     for index, piece in enumerate(cut(job.num_tokens, geometry)):
         key = chain.key(piece, job.session_id, job.generation, index)
         header = chain.header(piece, key, job.generation)
-        end = piece.first_block + header.num_blocks
-        frames.append((key, encode_frame(header, blocks[piece.first_block : end])))
+        own = blocks[piece.first_block : piece.first_block + header.num_blocks]
+        make = partial(codec.encode, geometry, piece.first_block, piece.shared, own)
+        frames.append((key, Frame(header, make)))
     return frames
 
 

@@ -69,6 +69,10 @@ def serve(
     disk_gib: Annotated[
         float, typer.Option(help="GiB of parked KV on disk, in the data directory; 0: none.")
     ] = 0.0,
+    kv_codec: Annotated[
+        Literal["raw", "int8"],
+        typer.Option(help="Parked KV as it is, or in half the room and no longer exact."),
+    ] = "raw",
     data_dir: Annotated[
         Path, typer.Option(help="Where sessions are kept; one process at a time.")
     ] = Path("moorage-data"),
@@ -118,6 +122,7 @@ def serve(
             fill_freed_with_nan=nan_fill,
             tiers=TierConfig(
                 redis_url=redis,
+                codec=kv_codec,
                 disk_dir=data_dir / "kv" if disk_gib else None,
                 disk_bytes=max(1, int(disk_gib * (1 << 30))),
             ),

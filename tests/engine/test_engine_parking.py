@@ -338,3 +338,19 @@ def test_a_disk_that_is_full_gives_way_to_host_memory_and_says_so(
     first_turn(engine, 300, 51)
     refused = engine.prepare_park("s", 2, "disk")
     assert isinstance(refused, ParkRefused) and "disk_bytes" in refused.error.message
+
+
+def test_int8_frames_take_half_the_room_and_are_no_longer_called_exact(start_engine: Start) -> None:
+    exact, coded = start_engine(), start_engine(tiers=TierConfig(codec="int8"))
+    assert exact.engine.model_info.deterministic
+    assert not coded.engine.model_info.deterministic
+    log = first_turn(exact, 700, 60)
+    assert first_turn(coded, 700, 60) == log
+    whole, half = exact.park("s"), coded.park("s")
+    assert half.num_bytes < 0.45 * whole.num_bytes  # fp32 KV: a quarter, and the raw sinks and tail
+    back = coded.run("s", log, num_known=707, manifest=half.manifest, sampling=EIGHT)
+    assert back.sources is not None
+    assert (back.sources.host, back.sources.recomputed) == (707, 0)
+    refused = exact.run("t", log, num_known=707, manifest=half.manifest, sampling=EIGHT)
+    assert refused.sources is not None
+    assert "codec is int8" in refused.sources.recomputed_reason
