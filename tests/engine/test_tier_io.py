@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,9 @@ from engine_harness import EIGHT, TENANT, EngineHarness, first_turn, prompt
 from moorage.engine import (
     FinishReason,
     Park,
+    ParkCommitted,
+    ParkDone,
+    ParkPrepared,
     Release,
     Restore,
     RestoreDone,
@@ -21,7 +24,7 @@ from moorage.engine import (
     pack_tokens,
 )
 from moorage.engine import loading as loading_module
-from moorage.engine.kv_cache import block_views
+from moorage.engine.kv_cache import KVCache, block_views
 from moorage.prefix_cache.block import Lineage
 from moorage.prefix_cache.frame import Geometry
 from moorage.prefix_cache.host_store import HostStore, _Entry
@@ -215,3 +218,40 @@ def test_d11_special_values_come_back_bit_by_bit(dtype: torch.dtype) -> None:
     load = LoadJob(done.manifest, 0, tokens, block_views(back), geometry, 5.0)
     assert run_load(load, {"host": host}, float("inf")).miss is None
     assert torch.equal(back.view(torch.uint8), pool.view(torch.uint8))
+
+
+def test_g12_a_store_that_is_stuck_slows_nobody_and_piles_up_no_copies(
+    start_engine: Start, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(num_blocks=400)
+    for number in range(10):
+        first_turn(engine, 300, 100 + number, f"parked{number}")
+    copied: list[int] = []
+    gather = KVCache.gather
+
+    def counting(self: KVCache, block_ids: Sequence[int]) -> torch.Tensor:
+        copied.append(len(block_ids))
+        return gather(self, block_ids)
+
+    monkeypatch.setattr(KVCache, "gather", counting)
+    store.shut()
+    for number in range(10):
+        engine.engine.send(Park(f"parked{number}", 1, "host"))
+    assert store.entered.wait(30.0)
+    going = [
+        engine.submit(
+            f"s{n}", prompt(40, n), sampling=SamplingParams(max_tokens=60, ignore_eos=True)
+        )
+        for n in range(3)
+    ]
+    for request in going:  # to their ends, while not one park is done
+        assert len(engine.finish(request).token_ids) == 60
+    assert copied == [1] * 10  # the tails; full blocks wait where they are
+    store.gate.set()
+    for _ in range(10):
+        prepared = engine.event(ParkPrepared)
+        assert isinstance(prepared, ParkPrepared)
+        engine.engine.send(ParkCommitted(prepared.session_id, 1))
+        engine.event(ParkDone)
+    seen = engine.inspect()
+    assert seen.locked_blocks + seen.in_use_blocks == 3 * 7  # 99 tokens each
