@@ -183,7 +183,7 @@ class Restoring:
             return []  # aborted, released or closed while the read was under way
         context.loading = None
         self._io.counters.store_failures += done.miss in _STORE_FAULTS
-        if not self._place(load, done.num_tokens, scheduler):
+        if not self._place(load, done, scheduler):
             by_tier, reason = {}, "device memory was short for the restored blocks"
         self._io.counters.bytes_restored += done.num_bytes
         seconds = time.monotonic() - load.started_s
@@ -200,12 +200,12 @@ class Restoring:
             self.settle(context, generation, by_tier, reason)
         return []
 
-    def _place(self, load: _LoadInFlight, num_tokens: int, scheduler: Scheduler) -> bool:
+    def _place(self, load: _LoadInFlight, done: tiers.LoadDone, scheduler: Scheduler) -> bool:
         """Verified KV into device blocks, and full blocks into the tree."""
         context = load.context
-        if num_tokens == 0 or context.table is None:
+        if done.num_tokens == 0 or context.table is None:
             return True
-        end = load.first_block * self._io.block_size + num_tokens
+        end = load.first_block * self._io.block_size + done.num_tokens
         if load.staging is not None:
             if not scheduler.make_room(context, end, set()):
                 return False
@@ -213,7 +213,7 @@ class Restoring:
             block_ids = context.table.block_ids[load.first_block : last_block]
             self._io.kv.scatter(block_ids, load.staging)
         context.num_computed = end
-        self._io.cache.commit(context.table, context.token_ids, end)
+        self._io.cache.commit(context.table, context.token_ids, end, done.block_hashes)
         return True
 
 

@@ -193,8 +193,17 @@ class PrefixCache:
         table.block_ids.extend(self.pool.take(missing))
         table.block_deltas.extend([0] * missing)
 
-    def commit(self, table: BlockTable, token_ids: Bytes, num_computed: int) -> None:
+    def commit(
+        self,
+        table: BlockTable,
+        token_ids: Bytes,
+        num_computed: int,
+        known: Sequence[BlockHash] = (),
+    ) -> None:
         """Full blocks below `num_computed` tokens become findable and locked.
+
+        `known`: hashes of the log's leading blocks, as a load has computed them; the rest is hashed
+        here.
 
         A block that the tree has already (another context was faster) replaces ours, which is
         freed: later readers must take `table.block_ids` anew. `token_ids` is the log from its
@@ -219,9 +228,9 @@ class PrefixCache:
             raise CommitMismatch(
                 f"the log differs from the table's committed block {done - 1}: truncate it first"
             )
-        parent = table.block_hashes[-1] if done else table.lineage.root
-        hashes: list[BlockHash] = []
-        for index in range(done, full):
+        hashes = list(known[done:full])
+        parent = hashes[-1] if hashes else self._parent_hash(table)
+        for index in range(done + len(hashes), full):
             parent = self._hasher(parent, view[index * block_bytes : (index + 1) * block_bytes])
             hashes.append(parent)
         ours = table.block_ids[done:full]
@@ -379,6 +388,10 @@ class PrefixCache:
             return b""
         size = self.config.block_size * TOKEN_BYTES
         return bytes(lock.node.tokens[(lock.end - 1) * size : lock.end * size])
+
+    @staticmethod
+    def _parent_hash(table: BlockTable) -> BlockHash:
+        return table.block_hashes[-1] if table.block_hashes else table.lineage.root
 
     def _lock_of(self, table: BlockTable) -> Lock:
         if table.lock is None:

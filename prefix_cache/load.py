@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moorage.prefix_cache import codec
-from moorage.prefix_cache.block import Bytes, num_tokens_in
+from moorage.prefix_cache.block import BlockHash, Bytes, num_tokens_in
 from moorage.prefix_cache.errors import (
     CacheError,
     FrameMismatch,
@@ -131,6 +131,8 @@ class LoadDone:
     """Bytes of frames read."""
     seconds: float
     """In the worker, without the wait in the queue."""
+    block_hashes: Sequence[BlockHash] = ()
+    """Of the log's full blocks from 0 on, as far as frames were verified against them."""
 
 
 def run_load(
@@ -148,6 +150,7 @@ def run_load(
     size = job.geometry.block_size
     loaded = num_bytes = 0
     by_tier: dict[str, int] = {}
+    hashes: Sequence[BlockHash] = ()
     miss: MissReason | None = None
     detail = ""
     try:
@@ -172,6 +175,7 @@ def run_load(
                     [(ref.key, data)], job.manifest.session_id, job.manifest.lineage.namespace
                 )
             loaded += tokens
+            hashes = chain.hashes
             by_tier[tier] = by_tier.get(tier, 0) + tokens
     except _Miss as stop:
         miss, detail = stop.reason, stop.detail
@@ -187,6 +191,7 @@ def run_load(
         miss_detail=detail,
         num_bytes=num_bytes,
         seconds=time.monotonic() - started,
+        block_hashes=hashes[: position // size],
     )
 
 

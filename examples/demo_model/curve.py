@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 60, 20, 30, 40
 LOW, HIGH = 0.001, 10.0
 """Ends of the vertical axis, logarithmic: nats, and share of tokens."""
-STAGES = ((9.94, "stage 2: mixed"), (15.26, "stage 3: long rows"))
+STAGES = ((9.94, "2: mixed"), (15.20, "3: long rows"), (18.61, "4: facts"))
 """(million tokens at which a stage began, its name)"""
 WINDOW = 5
 """Rows of the file that a point averages."""

@@ -220,18 +220,21 @@ def run_recall(speaker: Speaker, figure: str, seed: int, tally: Tally) -> None:
         tally.add(figure, hit, assistant_text(own), text)
 
 
-def evaluate(speaker: Speaker, corpus: str, wanted: int, seed: int) -> Tally:
-    """Dialogues until every figure has `wanted` items; one line of progress for a hundred."""
+def evaluate(speaker: Speaker, corpus: str, wanted: int, seed: int, only: str = "") -> Tally:
+    """Dialogues until every figure has `wanted` items; a line of progress for five hundred.
+
+    `only`: "dialogues" or "recall"; empty takes both.
+    """
     tally = Tally(wanted)
     number = 0
-    while not tally.complete():
+    while only != "recall" and not tally.complete():
         chat, facts = held_out(corpus, seed, number)
         speaker.begin()
         run_dialogue(speaker, chat, facts, tally)
         number += 1
-        if number % 100 == 0:
+        if number % 500 == 0:
             print(f"{number} dialogues, {dict(tally.counts)}", file=sys.stderr, flush=True)
-    for figure in DISTANCES:
+    for figure in DISTANCES if only != "dialogues" else ():
         run_recall(speaker, figure, seed, tally)
     return tally
 
@@ -257,6 +260,7 @@ def main() -> None:
     parser.add_argument("--corpus", choices=("narrow", "wide", "long"), default="narrow")
     parser.add_argument("--runtime", choices=RUNTIMES, default="plain")
     parser.add_argument("--against", choices=RUNTIMES, help="compare the texts with this runtime's")
+    parser.add_argument("--only", choices=("dialogues", "recall"), default="")
     parser.add_argument("-n", type=int, default=200, help="items a figure")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--demo", action="store_true", help="the demo prompts in one session")
@@ -275,7 +279,9 @@ def main() -> None:
         open_runtime(options.against, options.model, options.threads) if options.against else None
     )
     start = time.monotonic()
-    tally = evaluate(Speaker(tokenizer, first, second), options.corpus, options.n, options.seed)
+    tally = evaluate(
+        Speaker(tokenizer, first, second), options.corpus, options.n, options.seed, options.only
+    )
     seconds = time.monotonic() - start
     figures = tally.figures()
     for figure, item in figures.items():

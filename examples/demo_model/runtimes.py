@@ -82,10 +82,10 @@ class TransformersGenerator:
     def generate(self, ids: list[int], limit: int) -> list[int]:
         """See Generator."""
         common = common_len(self._cached, ids[:-1])
-        if common:
-            self._cache.crop(common)
-        else:
+        if not common:
             self._cache = self._new_cache()
+        elif common < len(self._cached):
+            self._cache.crop(common - len(self._cached))  # so many tokens off the end
         self._cached = ids[:common]
         found: list[int] = []
         token = self._feed(ids[common:])
