@@ -21,6 +21,7 @@ from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
 from moorage.prefix_cache.disk_store import DiskConfig, DiskStore
 from moorage.prefix_cache.errors import StoreError
 from moorage.prefix_cache.frame import Geometry, run_blocks_for
+from moorage.prefix_cache.geometry import HEADER_ROOM_BYTES
 from moorage.prefix_cache.guarded_store import GuardedStore
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.redis_store import RedisConfig, RedisStore
@@ -115,13 +116,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     decoder = Decoder(model, weights)
     decoder.warm_up()
     runner = ModelRunner(decoder, kv_cache, config.block_size)
-    return LoadedModel(info, tokenizer, runner, kv_cache, cache, geometry, _stores(config))
+    stores = _stores(config, run_blocks * block_bytes + HEADER_ROOM_BYTES)
+    return LoadedModel(info, tokenizer, runner, kv_cache, cache, geometry, stores)
 
 
-def _stores(config: EngineConfig) -> tuple[BlockStore, ...]:
+def _stores(config: EngineConfig, frame_bytes: int) -> tuple[BlockStore, ...]:
     """The tiers below the device, fastest first."""
     tiers = config.tiers
-    stores: list[BlockStore] = [HostStore(tiers.host_bytes)]
+    host = HostStore(tiers.host_bytes)
+    host.warm(frame_bytes, tiers.warm_bytes)
+    stores: list[BlockStore] = [host]
     if tiers.disk_dir is not None:
         try:
             stores.append(GuardedStore(DiskStore(DiskConfig(tiers.disk_dir, tiers.disk_bytes))))

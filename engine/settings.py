@@ -15,6 +15,8 @@ class TierConfig:
 
     host_bytes: int = 2 << 30
     """Bytes of host memory for parked frames; the oldest unreferenced frames go first."""
+    warm_bytes: int = 0
+    """Of host memory touched at start, so that the first parks do not wait for fresh pages; about 1 s a GiB."""
     disk_dir: Path | None = None
     """Directory of the disk tier, used by one process at a time; None leaves the disk out."""
     disk_bytes: int = 16 << 30
@@ -77,6 +79,7 @@ class EngineConfig:
             ("mailbox_len", self.mailbox_len, 1, 1 << 20),
             ("kv_bytes", self.kv_bytes, 1 << 12, 1 << 50),
             ("tiers.host_bytes", self.tiers.host_bytes, 0, 1 << 50),
+            ("tiers.warm_bytes", self.tiers.warm_bytes, 0, 1 << 50),
             ("tiers.disk_bytes", self.tiers.disk_bytes, 1, 1 << 60),
             ("tiers.num_workers", self.tiers.num_workers, 1, 64),
             ("tiers.queue_len", self.tiers.queue_len, 1, 1 << 20),

@@ -8,15 +8,14 @@ import os
 import re
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import structlog
 
 from moorage.prefix_cache.block import Bytes, Namespace
+from moorage.prefix_cache.buffers import BufferPool
 from moorage.prefix_cache.disk_index import DiskIndex, Slot
 from moorage.prefix_cache.disk_segment import Meta, Record, RecordKind, Segment, as_store_error
 from moorage.prefix_cache.errors import (
@@ -85,7 +84,7 @@ class DiskStore:
         self._segments: dict[int, Segment] = {}
         self._active: Segment | None = None
         self._closed = False
-        self._buffers = _Buffers()
+        self._buffers = BufferPool()
         self._puts = self._gets = self._hits = 0
         self._bytes_in = self._bytes_out = self._failures = 0
         self.num_evicted = 0
@@ -368,30 +367,6 @@ class DiskStore:
         emptiest.unlink()
         hit(Failpoint.DISK_AFTER_UNLINK)
         return True
-
-
-class _Buffers:
-    """Memory for frames on their way up, used again: a fresh page costs more than the bytes in it."""
-
-    MAX_KEPT = 16
-
-    def __init__(self) -> None:
-        self._free: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> memoryview:
-        """Writable memory; it comes back here when the last view of it is gone."""
-        with self._lock:
-            fits = [i for i, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
-            buffer = self._free.pop(fits[0]) if fits else np.empty(num_bytes, dtype=np.uint8)
-        part = buffer[:num_bytes]
-        weakref.finalize(part, self._give, buffer)
-        return part.data
-
-    def _give(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            if len(self._free) < self.MAX_KEPT:
-                self._free.append(buffer)
 
 
 def _slot(key: FrameKey, session_id: str, namespace: Namespace) -> Slot:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moorage.prefix_cache.block import Bytes, Namespace
+from moorage.prefix_cache.buffers import BufferPool, copy_into
 from moorage.prefix_cache.errors import InvalidInput, StoreFull, StoreUnavailable
 from moorage.prefix_cache.failpoints import Failpoint, hit
 from moorage.prefix_cache.frame import Frame, FrameKey
@@ -21,7 +22,8 @@ _Slot = tuple[Namespace, str, FrameKey]
 
 @dataclass
 class _Entry:
-    data: bytes
+    data: memoryview
+    """Read-only."""
     claims: set[str] = field(default_factory=set)
     """Sessions whose parked contexts may need this frame."""
 
@@ -51,8 +53,13 @@ class HostStore:
         """Evictable frames, least recently used first."""
         self._num_bytes = 0
         self._closed = False
+        self._buffers = BufferPool()
         self._puts = self._gets = self._hits = 0
         self._bytes_in = self._bytes_out = self._failures = 0
+
+    def warm(self, frame_bytes: int, total_bytes: int) -> None:
+        """Make memory for frames of this size ready, so that the first parks are as fast as later ones."""
+        self._buffers.warm(frame_bytes, min(total_bytes, self.max_bytes))
 
     def put(
         self,
@@ -127,7 +134,8 @@ class HostStore:
                     size = frame.size_bytes if isinstance(frame, Frame) else len(frame)
                     if not self._evict_for(size):
                         break
-                    data = frame.join() if isinstance(frame, Frame) else bytes(frame)
+                    parts = frame.parts if isinstance(frame, Frame) else (memoryview(frame),)
+                    data = self._copy(parts)
                     self._entries[slot] = _Entry(data)
                     self._num_bytes += len(data)
                     self._unclaimed[slot] = None
@@ -245,6 +253,10 @@ class HostStore:
         for slot in victims:
             self._remove(slot)
 
+    def _copy(self, parts: tuple[bytes | memoryview, ...]) -> memoryview:
+        size = sum(map(len, parts))
+        return copy_into(self._buffers.take(size), parts).toreadonly()
+
     def _evict_for(self, num_bytes: int) -> bool:
         """Room for so many bytes at the cost of unclaimed frames; False, with nothing changed, where
         that is not enough.
@@ -275,7 +287,7 @@ class HostStore:
             previous.claims.add(session_id)
             self._unclaimed.pop(slot, None)
             return
-        data = frame.join()  # the one copy
+        data = self._copy(frame.parts)  # the one copy
         undo.append((slot, previous, False))
         self._num_bytes += len(data) - (len(previous.data) if previous is not None else 0)
         self._entries[slot] = _Entry(data, {session_id})

@@ -21,6 +21,8 @@ app = typer.Typer(
 _errors = Console(stderr=True, soft_wrap=True)
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+WARM_BYTES = 64 << 20
+"""Host memory for parked KV that is ready before the first session."""
 EXIT_USAGE = 2
 """Something that was asked for cannot be used: model, address, data directory, Redis."""
 
@@ -123,6 +125,7 @@ def serve(
             tiers=TierConfig(
                 redis_url=redis,
                 codec=kv_codec,
+                warm_bytes=WARM_BYTES,
                 disk_dir=data_dir / "kv" if disk_gib else None,
                 disk_bytes=max(1, int(disk_gib * (1 << 30))),
             ),

@@ -156,7 +156,8 @@ def damage(store: HostStore, manifest: bytes, kind: str, draw: random.Random) ->
         case "flip":
             at = draw.randrange(len(victim.data))
             flipped = victim.data[at] ^ 1 << draw.randrange(8)
-            victim.data = victim.data[:at] + bytes([flipped]) + victim.data[at + 1 :]
+            data = bytes(victim.data)
+            victim.data = memoryview(data[:at] + bytes([flipped]) + data[at + 1 :])
         case "cut":
             victim.data = victim.data[: draw.randrange(len(victim.data))]
         case "swap":

@@ -253,20 +253,6 @@ def test_a_deadline_ends_a_put_and_a_closed_store_says_so(kit: Any, open_store: 
         store.get([own(kit, "a", 1)[0]], "a", ACME, 1.0)
 
 
-def test_buffers_are_used_again_only_when_no_one_looks_at_them(kit: Any, open_store: Any) -> None:
-    store = open_store()
-    store.put([run(kit, 1), run(kit, 2)], "a", ACME, 5.0)
-    (first,) = store.get([run(kit, 1)[0]], "a", ACME, 5.0)
-    part = first[-4:]
-    del first
-    (second,) = store.get([run(kit, 2)[0]], "a", ACME, 5.0)
-    assert (bytes(part), second[-1]) == (b"\1" * 4, 2)
-    del part, second
-    assert len(store._buffers._free) == 2
-    store.get([run(kit, 2)[0]], "a", ACME, 5.0)
-    assert len(store._buffers._free) == 2
-
-
 def test_random_use_with_restarts_equals_a_dictionary(kit: Any, open_store: Any) -> None:
     size = own(kit, "a", 1)[1].size_bytes + RECORD_ROOM_BYTES
     options = {"max_bytes": 60 * size, "segment_bytes": 3 * size}

@@ -71,7 +71,7 @@ def test_a_copy_that_was_damaged_is_read_from_its_home(both: Any, kit: Any) -> N
     host = both.workers.stores["host"]
     for slot, entry in host._entries.items():
         if slot[2].shared:
-            entry.data = entry.data[:-1] + bytes([entry.data[-1] ^ 1])
+            entry.data = memoryview(bytes(entry.data[:-1]) + bytes([entry.data[-1] ^ 1]))
     done, kv = both.load(manifest, LOG)
     assert (done.tokens_by_tier, done.miss) == ({"disk": 16, "host": 6}, None)
     assert kv == kit.used(kit.kv(LOG, 22), 22)
