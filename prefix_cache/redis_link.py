@@ -1,28 +1,16 @@
-"""Pipelines to one Redis with a deadline each; every foreign error becomes one of ours here and
-nowhere else.
-"""
+"""Pipelines to one Redis server with a deadline each; every foreign error becomes one of ours here and nowhere else."""
 
 from __future__ import annotations
 
 import random
+import ssl
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
-from redis.backoff import NoBackoff
-from redis.connection import BlockingConnectionPool
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ConnectionError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-)
-from redis.retry import Retry
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from moorage.prefix_cache.errors import (
-    InvalidInput,
     StoreError,
     StoreFull,
     StoreRefused,
@@ -30,159 +18,276 @@ from moorage.prefix_cache.errors import (
     StoreUnavailable,
 )
 from moorage.prefix_cache.frame import Frame
-
-if TYPE_CHECKING:
-    from redis.connection import Connection
+from moorage.prefix_cache.redis_config import ConnectionOptions, Endpoint
+from moorage.prefix_cache.redis_connection import (
+    Connection,
+    ErrorReply,
+    ProtocolError,
+    Refused,
+    Reply,
+)
 
 Argument: TypeAlias = bytes | str | Frame
 Command: TypeAlias = tuple[Argument, ...]
-Reply: TypeAlias = bytes | int | list[Any] | None
 
 _CRLF = b"\r\n"
+_NOT_NOW = frozenset(
+    ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+)
+"""Codes that go away by themselves or by an operator's hand, without a change here."""
 
 
-class RedisLink:
-    """A bounded pool of connections and one operation. Thread-safe.
+@dataclass(frozen=True)
+class Operation:
+    """Commands on one key, all or none of which take effect (MULTI … EXEC where there are several).
 
-    redis-py's own pipeline has no deadline over its replies and joins each command into one buffer;
-    its connections are used directly instead. A connection on which anything went wrong is dropped,
-    so that a late reply can never be taken for the answer to another question.
+    Each may be repeated harmlessly: frames are named by content or by generation, so that a write
+    done twice writes the same.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        socket_timeout_s: float,
-        connect_timeout_s: float,
-        health_check_s: float,
-        max_connections: int,
-        max_retries: int,
-        retry_base_s: float,
-    ) -> None:
-        self._max_retries = max_retries
-        self._retry_base_s = retry_base_s
-        try:
-            self._pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=max_connections,
-                timeout=connect_timeout_s,
-                socket_timeout=socket_timeout_s,
-                socket_connect_timeout=connect_timeout_s,
-                health_check_interval=health_check_s,
-                retry=Retry(NoBackoff(), 0),  # retries are ours: they must know the deadline
-                protocol=2,
-                socket_read_size=1 << 18,  # 32 KiB reads make a 4 MiB reply twice as slow
-            )
-        except (ValueError, TypeError):
-            raise InvalidInput(
-                "the Redis URL is malformed (not shown: it may hold a password); expected"
-                " redis://[user:password@]host[:port][/db]"
-            ) from None
-        where = self._pool.connection_kwargs
-        self.address = str(
-            where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}"
-        )
+    key: str
+    """Decides the node of a cluster; empty for commands without a key."""
+    commands: tuple[Command, ...]
 
-    def execute(
-        self, commands: Sequence[Command], deadline: float, *, idempotent: bool
-    ) -> list[Reply]:
-        """Send all, read all. Ends at `deadline` (time.monotonic()) plus one socket timeout at the
-        latest.
 
-        Raises StoreTimeout, StoreUnavailable, StoreFull or StoreRefused; where one command of
-        several failed the others have taken effect. A broken connection is retried where that is
-        harmless.
+class Link(Protocol):
+    """Redis as the store sees it, whatever stands behind it. Thread-safe."""
+
+    @property
+    def address(self) -> str:
+        """For messages; without credentials."""
+        ...
+
+    def execute(self, operations: Sequence[Operation], deadline: float) -> list[Reply]:
+        """The reply to the last command of each operation. Ends at `deadline` (time.monotonic()).
+
+        Raises StoreTimeout, StoreUnavailable, StoreFull or StoreRefused; where one operation of
+        several failed the others may have taken effect. Broken connections are tried again.
         """
-        attempt = 0
-        while True:
-            try:
-                return self._attempt(commands, deadline)
-            except StoreUnavailable:
-                pause = self._retry_base_s * 2**attempt * random.uniform(0.5, 1.5)
-                attempt += 1
-                if (
-                    not idempotent
-                    or attempt > self._max_retries
-                    or time.monotonic() + pause >= deadline
-                ):
-                    raise
-            time.sleep(pause)
+        ...
 
     def close(self) -> None:
         """Drop all connections, busy ones too."""
-        self._pool.disconnect(inuse_connections=True)
+        ...
 
-    def _attempt(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        self._check_time(deadline)
-        try:
-            connection = self._connection()
-        except RedisError as error:
-            raise self._mapped(error) from error
-        try:
-            return self._talk(connection, commands, deadline)
-        except StoreError:
-            raise  # every reply was read: the connection is in step
-        except RedisError as error:
-            connection.disconnect()  # type: ignore[no-untyped-call]
-            raise self._mapped(error) from error
-        except BaseException:
-            connection.disconnect()  # type: ignore[no-untyped-call]
-            raise
-        finally:
-            self._pool.release(connection)  # type: ignore[no-untyped-call]
 
-    def _connection(self) -> Connection:
-        found: Any = self._pool.get_connection()  # type: ignore[no-untyped-call]
-        return cast("Connection", found)
+class RedisLink:
+    """A bounded pool of connections to one server.
 
-    def _talk(
-        self, connection: Connection, commands: Sequence[Command], deadline: float
+    A connection on which anything went wrong is dropped, so that a late reply can never be taken
+    for the answer to another question.
+    """
+
+    def __init__(self, endpoint: Endpoint, options: ConnectionOptions) -> None:
+        """Connects at first use."""
+        self.endpoint = endpoint
+        self.address = str(endpoint)
+        self._options = options
+        self._free = threading.Semaphore(options.max_connections)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._closed = False
+
+    def execute(self, operations: Sequence[Operation], deadline: float) -> list[Reply]:
+        """See Link."""
+        return retrying(
+            self.address,
+            lambda: self.checked(self.exchange(operations, deadline)),
+            deadline,
+            self._options,
+        )
+
+    def exchange(
+        self, operations: Sequence[Operation], deadline: float, *, asking: bool = False
     ) -> list[Reply]:
+        """One attempt; errors of single operations are among the replies. `asking` is for a slot
+        that this node of a cluster is being given: ASKING counts for one command, so that the
+        commands of an operation go one by one.
+
+        Raises StoreTimeout, StoreUnavailable or StoreRefused.
+        """
         chunks: list[bytes | memoryview] = []
-        for command in commands:
-            chunks.extend(pack_command(command))
-        connection.send_packed_command(_merged(chunks))  # type: ignore[no-untyped-call]
-        replies: list[Reply] = []
-        refused: ResponseError | None = None
-        for _ in commands:
-            if not connection.can_read(timeout=max(0.0, deadline - time.monotonic())):
-                raise TimeoutError("the operation's deadline passed")
+        lengths = [_pack(operation, chunks, asking=asking) for operation in operations]
+        try:
+            connection = self._take(deadline)
+            done = False
             try:
-                replies.append(connection.read_response())
-            except ResponseError as error:
-                refused = refused or error
-                replies.append(None)
-        if refused is not None:
-            raise self._mapped(refused)
+                replies = connection.exchange(_merged(chunks), sum(lengths), deadline)
+                done = True
+            finally:
+                self._give_back(connection, in_step=done)
+        except (OSError, ProtocolError, Refused) as error:
+            raise self._mapped(error, deadline) from error
+        found: list[Reply] = []
+        at = 0
+        for operation, length in zip(operations, lengths, strict=True):
+            transaction = len(operation.commands) > 1 and not asking
+            found.append(_outcome(replies[at : at + length], transaction=transaction))
+            at += length
+        return found
+
+    def checked(self, replies: list[Reply]) -> list[Reply]:
+        """The replies, if none is an error; else the first as one of ours."""
+        for reply in replies:
+            if isinstance(reply, ErrorReply):
+                raise refusal(self.address, reply)
         return replies
 
-    def _check_time(self, deadline: float) -> None:
+    def close(self) -> None:
+        """See Link."""
+        self.retire()
+        with self._lock:
+            for connection in self._busy:
+                connection.shut()
+
+    def retire(self) -> None:
+        """Take no more requests; those under way end by themselves."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take(self, deadline: float) -> Connection:
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise StoreTimeout(
+                f"Redis at {self.address}: all {self._options.max_connections} connections stayed busy"
+                " until the deadline: raise max_connections"
+            )
+        try:
+            connection = self._sound_idle(deadline) or Connection(
+                self.endpoint, self._options, deadline
+            )
+            with self._lock:
+                self._busy.add(connection)
+                closed = self._closed
+            if closed:
+                self._give_back(connection, in_step=False, free=False)
+                raise StoreUnavailable(f"Redis at {self.address}: the link is closed")
+        except BaseException:
+            self._free.release()
+            raise
+        return connection
+
+    def _sound_idle(self, deadline: float) -> Connection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            sound = False
+            try:
+                sound = connection.in_step and self._alive(connection, deadline)
+            finally:
+                if not sound:
+                    connection.close()
+            if sound:
+                return connection
+
+    def _alive(self, connection: Connection, deadline: float) -> bool:
+        if time.monotonic() - connection.used_at < self._options.health_check_s:
+            return True
+        try:
+            return connection.exchange([b"*1\r\n$4\r\nPING\r\n"], 1, deadline) == [b"PONG"]
+        except (OSError, ProtocolError, Refused):
+            return False
+
+    def _give_back(self, connection: Connection, *, in_step: bool, free: bool = True) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            keep = in_step and not self._closed
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
+        if free:
+            self._free.release()
+
+    def _mapped(self, error: OSError | ProtocolError | Refused, deadline: float) -> StoreError:
+        where = f"Redis at {self.address}"
+        if isinstance(error, Refused):
+            return refusal(self.address, error.reply)
+        if isinstance(error, ProtocolError):
+            return StoreRefused(f"{where} sent {error}: is this Redis, with our frames?")
+        if isinstance(error, TimeoutError):
+            kind = "" if time.monotonic() < deadline else "; the operation's deadline passed"
+            return StoreTimeout(f"{where} did not answer in time{kind}")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return StoreUnavailable(
+                f"{where} has a certificate that is not accepted ({error.verify_message}): give its"
+                " authority as ca_file, and the name that is on it as the host"
+            )
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return StoreUnavailable(
+                f"{where}: TLS failed ({error.reason or type(error).__name__}): is this a TLS port, and"
+                " does it want a client certificate (cert_file, key_file)?"
+            )
+        if error.filename is not None:
+            return StoreUnavailable(f"{where}: {error.filename} cannot be read: {error.strerror}")
+        return StoreUnavailable(f"{where} cannot be reached: {error.strerror or error}")
+
+
+def retrying(
+    address: str,
+    attempt: Callable[[], list[Reply]],
+    deadline: float,
+    options: ConnectionOptions,
+) -> list[Reply]:
+    """What `attempt` gives, again after StoreUnavailable, with pauses that double, up to
+    `max_retries` times and never past the deadline.
+    """
+    num_failed = 0
+    while True:
         if time.monotonic() >= deadline:
             raise StoreTimeout(
-                f"Redis at {self.address}: the operation's deadline passed before it was sent"
+                f"Redis at {address}: the operation's deadline passed before it was sent"
             )
+        try:
+            return attempt()
+        except StoreUnavailable:
+            pause_s = options.retry_base_s * 2**num_failed * random.uniform(0.5, 1.5)
+            num_failed += 1
+            if num_failed > options.max_retries or time.monotonic() + pause_s >= deadline:
+                raise
+        time.sleep(pause_s)
 
-    def _mapped(self, error: RedisError) -> StoreError:
-        where = f"Redis at {self.address}"
-        if isinstance(error, TimeoutError):
-            return StoreTimeout(f"{where} did not answer in time")
-        if isinstance(error, ResponseError):
-            text = str(error)
-            if text.startswith("OOM") or "maxmemory" in text:
-                return StoreFull(
-                    f"{where} is at its maxmemory: raise it, or allow eviction of frames"
-                )
-            if isinstance(error, BusyLoadingError) or text.startswith(
-                ("LOADING", "READONLY", "MASTERDOWN")
-            ):
-                return StoreUnavailable(f"{where} cannot serve now: {text.split(maxsplit=1)[0]}")
-            return StoreRefused(f"{where} refused a command: {text[:200]}")
-        if isinstance(error, AuthenticationError):
-            return StoreUnavailable(f"{where} refused our credentials")
-        if isinstance(error, ConnectionError):
-            return StoreUnavailable(f"{where} cannot be reached: {type(error).__name__}")
-        return StoreUnavailable(f"{where}: {type(error).__name__}")
+
+def refusal(address: str, reply: ErrorReply) -> StoreError:
+    """An error reply as one of ours. Never holds a key: Redis quotes what it was sent only after
+    "with args".
+    """
+    where, code = f"Redis at {address}", reply.code
+    if code == "OOM":
+        return StoreFull(f"{where} is at its maxmemory: raise it, or allow eviction of frames")
+    if "READONLY" in reply.text:
+        return StoreUnavailable(
+            f"{where} is a read-only replica (READONLY): name the master, or let sentinels name it"
+            " (redis+sentinel://)"
+        )
+    if code in ("WRONGPASS", "NOAUTH") or "AUTH" in reply.text.split():
+        return StoreUnavailable(
+            f"{where} refused our credentials ({code}): check user and password in the URL or in"
+            " password_file"
+        )
+    if code == "NOPERM":
+        return StoreRefused(
+            f"{where}: our user lacks a permission (NOPERM): allow the commands of README.md on"
+            " moorage:*"
+        )
+    if code in ("MOVED", "ASK", "CROSSSLOT"):
+        return StoreRefused(f"{where} is a node of a cluster: write redis+cluster:// in the URL")
+    if "max number of clients" in reply.text:
+        return StoreUnavailable(
+            f"{where} has as many clients as it takes: raise its maxclients or lower max_connections"
+        )
+    if code in _NOT_NOW:
+        return StoreUnavailable(f"{where} cannot serve now: {code}")
+    return StoreRefused(
+        f"{where} refused a command: {reply.text.partition(', with args')[0][:200]}"
+    )
 
 
 def pack_command(command: Command) -> list[bytes | memoryview]:
@@ -197,6 +302,28 @@ def pack_command(command: Command) -> list[bytes | memoryview]:
             data = argument.encode() if isinstance(argument, str) else argument
             chunks.append(b"$%d\r\n%b\r\n" % (len(data), data))
     return chunks
+
+
+def _pack(operation: Operation, chunks: list[bytes | memoryview], *, asking: bool) -> int:
+    """Append an operation; returns the number of replies that it will have."""
+    commands: list[Command] = []
+    for command in operation.commands:
+        commands.extend([(b"ASKING",), command] if asking else [command])
+    if len(operation.commands) > 1 and not asking:
+        commands = [(b"MULTI",), *commands, (b"EXEC",)]
+    for command in commands:
+        chunks.extend(pack_command(command))
+    return len(commands)
+
+
+def _outcome(replies: list[Reply], *, transaction: bool) -> Reply:
+    """Of one operation: its first error, else its last reply; EXEC's is the last of its list."""
+    last = replies[-1]
+    nested = last if isinstance(last, list) and transaction else []
+    for reply in (*replies, *nested):
+        if isinstance(reply, ErrorReply):
+            return reply
+    return nested[-1] if nested else last
 
 
 def _merged(chunks: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:

@@ -5,98 +5,79 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from moorage.prefix_cache.block import Bytes, Namespace
 from moorage.prefix_cache.errors import (
     FrameTooLarge,
-    InvalidInput,
     StoreError,
     StoreFull,
     StoreUnavailable,
 )
 from moorage.prefix_cache.failpoints import Failpoint, hit
-from moorage.prefix_cache.frame import MAX_FRAME_BYTES, Frame, FrameKey
+from moorage.prefix_cache.frame import Frame, FrameKey
+from moorage.prefix_cache.redis_cluster_link import ClusterLink
+from moorage.prefix_cache.redis_config import RedisConfig, Topology
+from moorage.prefix_cache.redis_connection import Reply
 from moorage.prefix_cache.redis_keys import frame_redis_key
-from moorage.prefix_cache.redis_link import Command, RedisLink, Reply
+from moorage.prefix_cache.redis_link import Command, Link, Operation, RedisLink
+from moorage.prefix_cache.redis_sentinel_link import SentinelLink
 from moorage.prefix_cache.store import StoreStatistics, validate_session_id
 
+__all__ = ["LEASE_SCRIPT", "RedisConfig", "RedisStore"]
 
-@dataclass(frozen=True)
-class RedisConfig:
-    """One Redis. `url` may hold credentials: it is never logged or shown in an error."""
+LEASE_SCRIPT = b"""\
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 0 end
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1"""
+"""Whether a run frame is there, and a lifetime of at least so many milliseconds if it is.
 
-    url: str
-    """`redis://[user:password@]host[:port][/db]`, `rediss://…` or `unix://path`."""
-    ttl_s: float = 7 * 24 * 3600.0
-    """Seconds until a frame that nobody parks again expires."""
-    socket_timeout_s: float = 2.0
-    """Longest silence inside one reply, and longest time to hand one frame to the socket."""
-    connect_timeout_s: float = 1.0
-    """Seconds for a connection to open."""
-    health_check_s: float = 15.0
-    """A connection that was idle for longer is pinged before use."""
-    max_connections: int = 8
-    """Open connections at most; a caller beyond waits within its deadline."""
-    max_value_bytes: int = MAX_FRAME_BYTES
-    """Largest frame; a larger one is refused with FrameTooLarge."""
-    pipeline_bytes: int = 8 << 20
-    """Frames are written in pipelines of about this size."""
-    max_retries: int = 2
-    """Further attempts of a read after a broken connection."""
-    retry_base_s: float = 0.02
-    """First pause between attempts; doubles each time, with jitter."""
-
-    def validate(self) -> None:
-        """Raises InvalidInput naming the field, the value and the limit."""
-        for name in ("ttl_s", "socket_timeout_s", "connect_timeout_s", "retry_base_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name} is {getattr(self, name)}, allowed is above 0")
-        for name in ("max_connections", "max_value_bytes", "pipeline_bytes"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} is {getattr(self, name)}, allowed is 1 or more")
-        if self.max_retries < 0:
-            raise InvalidInput(f"max_retries is {self.max_retries}, allowed is 0 or more")
+EXPIRE … GT would not do: Redis 6 has none, and it leaves a key without a lifetime as it is. A script is
+one step: a replica whose settings have a shorter lifetime cannot cut down what another has promised.
+"""
 
 
 class RedisStore:
-    """Frames in one Redis, pipelined, each call bounded by its deadline plus one
-    `socket_timeout_s`.
+    """Frames in Redis: one server, the master behind Sentinel, or a cluster. Pipelined, each call
+    bounded by its deadline.
 
-    A frame goes out as it lies in staging memory: its parts are handed to the socket one after
-    another, no copy is made in this process. A frame comes in as one `bytes` made by hiredis, which
-    is the one copy on that way.
+    A frame goes out as it lies in the device pool or in staging: its parts are handed to the socket
+    where they are, no copy is made in this process. It comes in as one read-only buffer into which
+    the kernel has written it: no copy is made in this process either.
 
-    Nothing here is the truth: `maxmemory` eviction, expiry and FLUSHALL are misses. Run frames get
-    their lifetime renewed by every park that uses them, private ones by being written anew.
+    Nothing here is the truth: `maxmemory` eviction, expiry and FLUSHALL are misses. A context's
+    frames expire together: every park writes its private ones with a lifetime of `ttl_s` and gives
+    the runs that it names, sent or found, at least `ttl_s` and the time that the park itself may
+    take, so that no run goes before the youngest context that names it. No lifetime is ever made
+    shorter.
     """
 
     tier = "redis"
 
     def __init__(self, config: RedisConfig) -> None:
-        """Connects at first use. Raises InvalidInput for a malformed URL or setting."""
-        config.validate()
+        """Connects at first use. Raises InvalidInput for a malformed URL or setting, or a TLS file
+        that cannot be read.
+        """
+        target = config.target()
         self.config = config
-        self._link = RedisLink(
-            config.url,
-            socket_timeout_s=config.socket_timeout_s,
-            connect_timeout_s=config.connect_timeout_s,
-            health_check_s=config.health_check_s,
-            max_connections=config.max_connections,
-            max_retries=config.max_retries,
-            retry_base_s=config.retry_base_s,
-        )
+        self._link: Link
+        if target.topology is Topology.SENTINEL:
+            self._link = SentinelLink(target)
+        elif target.topology is Topology.CLUSTER:
+            self._link = ClusterLink(target)
+        else:
+            self._link = RedisLink(target.endpoints[0], target.node)
         self.address = self._link.address
-        """host:port, without credentials."""
-        self._ttl_ms = str(max(1, round(config.ttl_s * 1000))).encode()
+        """Without credentials."""
         self._lock = threading.Lock()
         self._closed = False
         self._frames = self._bytes = self._puts = self._gets = self._hits = 0
         self._bytes_in = self._bytes_out = self._failures = 0
 
     def check(self, deadline_s: float) -> None:
-        """Raises StoreUnavailable or StoreTimeout where Redis does not answer a ping."""
-        self._guard(lambda: self._read([(b"PING",)], time.monotonic() + deadline_s))
+        """Raises StoreUnavailable or StoreTimeout where Redis does not answer a ping; of a cluster one
+        node.
+        """
+        self._guard(lambda: self._link.execute([_PING], time.monotonic() + deadline_s))
 
     def put(
         self,
@@ -117,14 +98,16 @@ class RedisStore:
         namespace: Namespace,
         deadline_s: float,
     ) -> list[Bytes | None]:
-        """See BlockStore. One round trip."""
+        """See BlockStore. One round trip; in a cluster one to each node."""
         names = _names(keys, session_id, namespace)
-        commands: list[Command] = [
-            (b"HGET", name, key.field.encode()) if key.shared else (b"GET", name)
+        operations = [
+            _on(name, (b"HGET", name, key.field.encode()) if key.shared else (b"GET", name))
             for key, name in zip(keys, names, strict=True)
         ]
-        replies = self._guard(lambda: self._read(commands, time.monotonic() + deadline_s))
-        found: list[Bytes | None] = [r if isinstance(r, bytes) else None for r in replies]
+        replies = self._execute(operations, deadline_s)
+        found: list[Bytes | None] = [
+            reply if isinstance(reply, bytes | memoryview) else None for reply in replies
+        ]
         with self._lock:
             self._gets += len(keys)
             self._hits += sum(1 for data in found if data is not None)
@@ -138,14 +121,13 @@ class RedisStore:
         namespace: Namespace,
         deadline_s: float,
     ) -> list[bool]:
-        """See BlockStore. One round trip."""
+        """See BlockStore. One round trip; in a cluster one to each node."""
         names = _names(keys, session_id, namespace)
-        commands: list[Command] = [
-            (b"HEXISTS", name, key.field.encode()) if key.shared else (b"EXISTS", name)
+        operations = [
+            _on(name, (b"HEXISTS", name, key.field.encode()) if key.shared else (b"EXISTS", name))
             for key, name in zip(keys, names, strict=True)
         ]
-        replies = self._guard(lambda: self._read(commands, time.monotonic() + deadline_s))
-        return [reply == 1 for reply in replies]
+        return [reply == 1 for reply in self._execute(operations, deadline_s)]
 
     def delete(
         self,
@@ -190,6 +172,11 @@ class RedisStore:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _execute(self, operations: Sequence[Operation], deadline_s: float) -> list[Reply]:
+        if not operations:
+            return []
+        return self._guard(lambda: self._link.execute(operations, time.monotonic() + deadline_s))
+
     def _guard(self, operation: Callable[[], list[Reply]]) -> list[Reply]:
         if self._closed:
             raise StoreUnavailable("the Redis store is closed")
@@ -199,9 +186,6 @@ class RedisStore:
             with self._lock:
                 self._failures += 1
             raise
-
-    def _read(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        return self._link.execute(commands, deadline, idempotent=True)
 
     def _put(
         self,
@@ -217,54 +201,57 @@ class RedisStore:
                     f" to {self.config.max_value_bytes}: lower run_blocks"
                 )
         names = _names([key for key, _ in frames], session_id, namespace)
-        missing = self._missing(frames, names, deadline)
+        # What is leased first must outlive what is written last.
+        lease_s = self.config.ttl_s + max(0.0, deadline - time.monotonic())
+        missing = self._missing(frames, names, lease_s, deadline)
         try:
             batch: list[tuple[FrameKey, str, Frame]] = []
             num_bytes = 0
             for key, name, frame in missing:
                 if batch and num_bytes + frame.size_bytes > self.config.pipeline_bytes:
-                    self._write(batch, deadline)
+                    self._write(batch, lease_s, deadline)
                     batch, num_bytes = [], 0
                 batch.append((key, name, frame))
                 num_bytes += frame.size_bytes
             if batch:
-                self._write(batch, deadline)
+                self._write(batch, lease_s, deadline)
         except StoreFull:
             self._clean_up([name for key, name, _ in missing if not key.shared], deadline)
             raise
         return []
 
     def _missing(
-        self, frames: Sequence[tuple[FrameKey, Frame]], names: Sequence[str], deadline: float
+        self,
+        frames: Sequence[tuple[FrameKey, Frame]],
+        names: Sequence[str],
+        lease_s: float,
+        deadline: float,
     ) -> list[tuple[FrameKey, str, Frame]]:
         """Frames to send: all private ones, and the runs that are not there. The others' lifetime
         is renewed.
         """
         runs = [index for index, (key, _) in enumerate(frames) if key.shared]
-        commands: list[Command] = []
-        for index in runs:
-            commands.append((b"HEXISTS", names[index], frames[index][0].field.encode()))
-            commands.append((b"PEXPIRE", names[index], self._ttl_ms))
-        replies = self._read(commands, deadline) if commands else []
-        present = {
-            index for n, index in enumerate(runs) if replies[2 * n] == 1 and replies[2 * n + 1] == 1
-        }
+        leases = [_on(names[i], _lease(names[i], frames[i][0], lease_s)) for i in runs]
+        replies = self._link.execute(leases, deadline) if leases else []
+        present = {index for index, reply in zip(runs, replies, strict=True) if reply == 1}
         return [
             (key, names[index], frame)
             for index, (key, frame) in enumerate(frames)
             if index not in present
         ]
 
-    def _write(self, batch: Sequence[tuple[FrameKey, str, Frame]], deadline: float) -> None:
-        commands: list[Command] = []
+    def _write(
+        self, batch: Sequence[tuple[FrameKey, str, Frame]], lease_s: float, deadline: float
+    ) -> None:
+        operations: list[Operation] = []
         for key, name, frame in batch:
-            if key.shared:
-                commands.append((b"HSET", name, key.field.encode(), frame))
-                commands.append((b"PEXPIRE", name, self._ttl_ms))
+            if key.shared:  # in one step: cut off in between, the run would stay for ever
+                write = (b"HSET", name, key.field.encode(), frame)
+                operations.append(_on(name, write, _lease(name, key, lease_s)))
             else:
-                commands.append((b"SET", name, frame, b"PX", self._ttl_ms))
+                operations.append(_on(name, (b"SET", name, frame, b"PX", _ms(self.config.ttl_s))))
         hit(Failpoint.REDIS_BEFORE_WRITE)
-        self._link.execute(commands, deadline, idempotent=False)
+        self._link.execute(operations, deadline)
         hit(Failpoint.REDIS_AFTER_WRITE)
         with self._lock:
             self._puts += len(batch)
@@ -274,11 +261,11 @@ class RedisStore:
                 self._bytes_in += frame.size_bytes
 
     def _clean_up(self, names: Sequence[str], deadline: float) -> None:
-        commands: list[Command] = [(b"UNLINK", name) for name in names]
-        if not commands:
+        operations = [_on(name, (b"UNLINK", name)) for name in names]
+        if not operations:
             return
         try:
-            self._link.execute(commands, deadline, idempotent=True)
+            self._link.execute(operations, deadline)
         except StoreError:
             return  # the first error is the one to report; these expire
 
@@ -286,19 +273,32 @@ class RedisStore:
         self, keys: Sequence[FrameKey], session_id: str, namespace: Namespace, deadline_s: float
     ) -> None:
         names = _names(keys, session_id, namespace)
-        commands: list[Command] = [
-            (b"HDEL", name, key.field.encode()) if key.shared else (b"UNLINK", name)
+        operations = [
+            _on(name, (b"HDEL", name, key.field.encode()) if key.shared else (b"UNLINK", name))
             for key, name in zip(keys, names, strict=True)
         ]
-        if not commands:
+        if not operations:
             return
         hit(Failpoint.REDIS_BEFORE_DELETE)
-        self._guard(
-            lambda: self._link.execute(commands, time.monotonic() + deadline_s, idempotent=True)
-        )
+        self._execute(operations, deadline_s)
         hit(Failpoint.REDIS_AFTER_DELETE)
 
 
 def _names(keys: Sequence[FrameKey], session_id: str, namespace: Namespace) -> list[str]:
     validate_session_id(session_id)
     return [frame_redis_key(key, session_id, namespace) for key in keys]
+
+
+def _on(name: str, *commands: Command) -> Operation:
+    return Operation(name, commands)
+
+
+def _lease(name: str, key: FrameKey, lease_s: float) -> Command:
+    return (b"EVAL", LEASE_SCRIPT, b"1", name, key.field.encode(), _ms(lease_s))
+
+
+def _ms(seconds: float) -> bytes:
+    return b"%d" % max(1, round(seconds * 1000))
+
+
+_PING = _on("", (b"PING",))
