@@ -22,7 +22,8 @@ class TierConfig:
     disk_bytes: int = 16 << 30
     """Bytes of all files in it."""
     redis_url: str | None = None
-    """`redis://…` or `rediss://…`; None leaves Redis out."""
+    """One server, Sentinel or Cluster, each with TLS: the forms are in prefix_cache/redis_config.py. None leaves Redis
+    out."""
     frame_ttl_s: float = 7 * 24 * 3600.0
     """Seconds after which a frame in Redis expires; every park renews it."""
     codec: Literal["raw", "int8"] = "raw"

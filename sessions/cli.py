@@ -66,7 +66,10 @@ def serve(
         str, typer.Option(help="HOST:PORT; port 0 takes a free one.")
     ] = "127.0.0.1:50051",
     redis: Annotated[
-        str | None, typer.Option(help="redis://… for parked KV; without it, host memory.")
+        str | None,
+        typer.Option(
+            help="Parked KV in Redis: redis://…, rediss://…, redis+sentinel://… or redis+cluster://…"
+        ),
     ] = None,
     disk_gib: Annotated[
         float, typer.Option(help="GiB of parked KV on disk, in the data directory; 0: none.")
