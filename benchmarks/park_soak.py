@@ -3,8 +3,9 @@
     benchmarks/park_soak.py [--cycles 10000] [--sessions 200] [--held 4] [--redis URL] [--json -]
 
 A cycle takes a session at random, resumes it for one greedy token and parks it again, to a tier drawn at
-random. Freed device blocks are filled with NaN. At the end every session's tokens are computed afresh on a
-pool that holds it: `token_mismatches`. `rss_growth_kb` is the least-squares growth of the process's memory
+random; after some tokens the session goes back to its beginning and must give the same ones again. Freed device
+blocks are filled with NaN. At the end every session's tokens are computed afresh on a pool that holds it:
+`token_mismatches`. `rss_growth_kb` is the least-squares growth of the process's memory
 over the last half of the cycles.
 """
 
@@ -33,6 +34,8 @@ from moorage.engine import Engine, EngineConfig, TierConfig  # noqa: E402
 MODEL = ROOT / "examples" / "demo_model" / "weights"
 SHARED, OWN = 32, 48
 """Tokens of the common prefix and of each session's own beginning."""
+ROUND = 8
+"""Tokens after which a session goes back to its beginning."""
 SAMPLES = 40
 """Memory readings over the run."""
 
@@ -59,6 +62,8 @@ class Session:
     name: str
     log: list[int]
     start: int
+    made: list[int] = dataclasses.field(default_factory=list)
+    """The first tokens that followed; later rounds must give the same."""
     manifest: bytes | None = None
     generation: int = 0
 
@@ -66,7 +71,7 @@ class Session:
 def soak(options: argparse.Namespace, redis_url: str, num_clients: Any) -> dict[str, Any]:
     """Run, and count what is left."""
     draw = random.Random(options.seed)
-    held_blocks = options.held * -(-(SHARED + OWN + options.cycles // options.sessions + 16) // 16)
+    held_blocks = options.held * -(-(SHARED + OWN + ROUND + 16) // 16)
     config = EngineConfig(
         MODEL,
         num_blocks=held_blocks + 2,
@@ -81,15 +86,24 @@ def soak(options: argparse.Namespace, redis_url: str, num_clients: Any) -> dict[
         log = shared + [draw.randrange(300, 2500) for _ in range(OWN)]
         sessions.append(Session(f"s{number}", log, len(log)))
     samples: list[int] = []
-    recomputed = 0
+    recomputed = wrong = 0
     started = time.perf_counter()
     for cycle in range(options.cycles):
         session = draw.choice(sessions)
-        known = len(session.log) - 1 if session.generation else 0
-        answer = driver.ask(session.name, session.log, known, session.manifest)
+        place = len(session.log) - session.start
+        if place == ROUND:  # back to the beginning, as a rewind: memory has no reason to grow
+            del session.log[session.start :]
+            place = 0
+        known = len(session.log) - 1 if place else 0
+        manifest = session.manifest if place else None
+        answer = driver.ask(session.name, session.log, known, manifest)
         assert answer.output.sources is not None
         recomputed += answer.output.sources.recomputed
-        session.log.append(int(answer.output.token_id or 0))
+        token = int(answer.output.token_id or 0)
+        if place == len(session.made):
+            session.made.append(token)
+        wrong += token != session.made[place]
+        session.log.append(token)
         session.generation += 1
         tier = draw.choice(("host", "redis"))
         session.manifest = driver.park(session.name, session.generation, tier)[0].manifest
@@ -106,7 +120,7 @@ def soak(options: argparse.Namespace, redis_url: str, num_clients: Any) -> dict[
     after = driver.inspect()
     leaked = after.total_blocks - after.free_blocks - after.evictable_blocks
     driver.engine.close()
-    mismatches = _mismatches(sessions, options)
+    mismatches = wrong + _mismatches(sessions, options)
     return {
         "figures": {
             "cycles": options.cycles,
@@ -137,9 +151,10 @@ def _mismatches(sessions: list[Session], options: argparse.Namespace) -> int:
     driver = Driver(Engine(config))
     wrong = 0
     for session in sessions:
-        for end in range(session.start, len(session.log)):
-            answer = driver.ask(session.name, session.log[:end], max(0, end - 1))
-            wrong += answer.output.token_id != session.log[end]
+        log = session.log[: session.start] + session.made
+        for end in range(session.start, len(log)):
+            answer = driver.ask(session.name, log[:end], max(0, end - 1))
+            wrong += answer.output.token_id != log[end]
         driver.release(session.name, None)
     driver.engine.close()
     return wrong

@@ -22,18 +22,40 @@ CHUNK_BYTES = 32 << 20
 """What is asked of the system at once."""
 PAGE_BYTES = 4096
 
+KEPT_BYTES = 64 << 20
+"""Free memory that is kept for what comes; beyond it a chunk without a user goes back to the system."""
+
 Slot = NDArray[np.uint8]
 
 
-class BufferPool:
-    """Thread-safe. It never gives memory back to the system: its size is the most that was in use at once, by class."""
+class _Chunk:
+    """Slots of one size class in one piece of memory."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Slot]] = {}
-        """size class -> slots that nobody looks at."""
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_slots = max(CHUNK_BYTES // size, 1)
+        memory = np.frombuffer(mmap.mmap(-1, self.num_slots * size), dtype=np.uint8)
+        self.free: list[Slot] = [
+            memory[at : at + size] for at in range((self.num_slots - 1) * size, -1, -size)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole chunk."""
+        return self.num_slots * self.size
+
+
+class BufferPool:
+    """Thread-safe."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self.kept_bytes = kept_bytes
+        self._lock = threading.RLock()  # a finaliser may run inside `take`
+        self._chunks: dict[int, list[_Chunk]] = {}
+        """size class -> its chunks."""
+        self._free_bytes = 0
         self.num_bytes = 0
-        """Asked of the system so far."""
+        """Held of the system's memory."""
 
     def take(self, num_bytes: int) -> memoryview:
         """Writable memory whose content is whatever was there before."""
@@ -41,29 +63,34 @@ class BufferPool:
             return memoryview(bytearray(num_bytes))
         size = -(-num_bytes // STEP_BYTES) * STEP_BYTES
         with self._lock:
-            free = self._free.setdefault(size, [])
-            if not free:
-                free.extend(self._new_slots(size))
-            slot = free.pop()
+            chunks = self._chunks.setdefault(size, [])
+            chunk = next((one for one in chunks if one.free), None)
+            if chunk is None:
+                chunk = _Chunk(size)
+                chunks.append(chunk)
+                self.num_bytes += chunk.num_bytes
+                self._free_bytes += chunk.num_bytes
+            slot = chunk.free.pop()
+            self._free_bytes -= size
         part = slot[:num_bytes]
-        weakref.finalize(part, self._give, size, slot)
+        weakref.finalize(part, self._give, chunk, slot)
         return part.data
 
     def warm(self, num_bytes: int, total_bytes: int) -> None:
-        """Touch about `total_bytes` of slots for pieces of `num_bytes` ahead of their use; takes a second for 1 GiB."""
+        """Touch about `total_bytes` of slots for pieces of `num_bytes` ahead of their use; takes a second for 1 GiB.
+        They are kept as far as `kept_bytes` goes."""
         pieces = [self.take(num_bytes) for _ in range(total_bytes // max(num_bytes, STEP_BYTES))]
         for piece in pieces:
             np.frombuffer(piece, dtype=np.uint8)[::PAGE_BYTES] = 0
 
-    def _new_slots(self, size: int) -> list[Slot]:
-        length = max(CHUNK_BYTES // size, 1) * size
-        chunk = np.frombuffer(mmap.mmap(-1, length), dtype=np.uint8)
-        self.num_bytes += length
-        return [chunk[at : at + size] for at in range(length - size, -1, -size)]
-
-    def _give(self, size: int, slot: Slot) -> None:
+    def _give(self, chunk: _Chunk, slot: Slot) -> None:
         with self._lock:
-            self._free[size].append(slot)
+            chunk.free.append(slot)
+            self._free_bytes += chunk.size
+            if len(chunk.free) == chunk.num_slots and self._free_bytes > self.kept_bytes:
+                self._chunks[chunk.size].remove(chunk)
+                self.num_bytes -= chunk.num_bytes
+                self._free_bytes -= chunk.num_bytes
 
 
 def copy_into(target: memoryview, parts: tuple[bytes | memoryview, ...]) -> memoryview:

@@ -54,12 +54,16 @@ class HostStore:
         self._num_bytes = 0
         self._closed = False
         self._buffers = BufferPool()
+        self._copies: dict[_Owner, set[_Slot]] = {}
+        """Private frames whose home is another tier."""
         self._puts = self._gets = self._hits = 0
         self._bytes_in = self._bytes_out = self._failures = 0
 
     def warm(self, frame_bytes: int, total_bytes: int) -> None:
         """Make memory for frames of this size ready, so that the first parks are as fast as later ones."""
-        self._buffers.warm(frame_bytes, min(total_bytes, self.max_bytes))
+        total_bytes = min(total_bytes, self.max_bytes)
+        self._buffers.kept_bytes = max(self._buffers.kept_bytes, total_bytes)
+        self._buffers.warm(frame_bytes, total_bytes)
 
     def put(
         self,
@@ -128,6 +132,7 @@ class HostStore:
         kept = 0
         with self._lock:
             self._check_open()
+            self._drop_old_copies(owner, {_slot(key, owner) for key, _ in frames})
             for key, frame in frames:
                 slot = _slot(key, owner)
                 if slot not in self._entries:
@@ -139,6 +144,8 @@ class HostStore:
                     self._entries[slot] = _Entry(data)
                     self._num_bytes += len(data)
                     self._unclaimed[slot] = None
+                    if not key.shared:
+                        self._copies.setdefault(owner, set()).add(slot)
                 elif slot in self._unclaimed:
                     self._unclaimed.move_to_end(slot)
                 kept += 1
@@ -253,6 +260,15 @@ class HostStore:
         for slot in victims:
             self._remove(slot)
 
+    def _drop_old_copies(self, owner: _Owner, wanted: set[_Slot]) -> None:
+        """A session's private frames of another generation: nobody will ask for them."""
+        names = {slot[2].parts[1] for slot in wanted if not slot[2].shared}
+        if not names:
+            return
+        for slot in list(self._copies.get(owner, ())):
+            if slot[2].parts[1] not in names and slot in self._unclaimed:
+                self._remove(slot)
+
     def _copy(self, parts: tuple[bytes | memoryview, ...]) -> memoryview:
         size = sum(map(len, parts))
         return copy_into(self._buffers.take(size), parts).toreadonly()
@@ -316,6 +332,11 @@ class HostStore:
     def _remove(self, slot: _Slot) -> None:
         self._num_bytes -= len(self._entries.pop(slot).data)
         self._unclaimed.pop(slot, None)
+        copies = self._copies.get((slot[0], slot[1]))
+        if copies is not None:
+            copies.discard(slot)
+            if not copies:
+                del self._copies[slot[0], slot[1]]
 
 
 def _slot(key: FrameKey, owner: _Owner) -> _Slot:

@@ -32,7 +32,7 @@ def test_sizes_share_slots_of_their_class_and_small_ones_take_none() -> None:
         STEP_BYTES + 1,
         3 * STEP_BYTES,
     ]
-    assert len(pool._free) == 3
+    assert len(pool._chunks) == 3
     large = pool.take(CHUNK_BYTES + 1)
     assert len(large) == CHUNK_BYTES + 1
 
@@ -43,6 +43,18 @@ def test_ten_thousand_pieces_in_turn_take_one_chunk() -> None:
         piece = pool.take(STEP_BYTES)
         piece[0] = number % 256
     assert pool.num_bytes == CHUNK_BYTES
+
+
+def test_memory_that_nobody_needs_goes_back_to_the_system() -> None:
+    pool = BufferPool(kept_bytes=CHUNK_BYTES)
+    for number in range(1, 6):  # classes that come and go, as frames grow
+        held = [
+            pool.take(number * STEP_BYTES) for _ in range(2 * CHUNK_BYTES // (number * STEP_BYTES))
+        ]
+        assert pool.num_bytes >= 2 * CHUNK_BYTES * 0.9
+        del held
+        assert pool.num_bytes <= 2 * CHUNK_BYTES
+    assert pool._free_bytes == pool.num_bytes
 
 
 def test_threads_never_share_a_slot() -> None:

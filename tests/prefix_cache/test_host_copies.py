@@ -76,3 +76,13 @@ def test_a_copy_that_was_damaged_is_read_from_its_home(both: Any, kit: Any) -> N
     assert (done.tokens_by_tier, done.miss) == ({"disk": 16, "host": 6}, None)
     assert kv == kit.used(kit.kv(LOG, 22), 22)
     assert both.load(manifest, LOG)[0].tokens_by_tier == {"host": 22}
+
+
+def test_copies_of_a_private_frame_go_when_a_newer_one_comes(both: Any, kit: Any) -> None:
+    host = both.workers.stores["host"]
+    for generation in range(1, 30):
+        manifest = both.park("s1", generation, LOG, "disk").manifest
+        private = [slot for slot in host._entries if slot[1] == "s1"]
+        assert [slot[2].parts[1] for slot in private] == [str(generation)]
+    assert both.load(manifest, LOG)[0].tokens_by_tier == {"host": 22}
+    assert host.statistics().frames == 3
