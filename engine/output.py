@@ -195,10 +195,13 @@ class EngineStatistics:
     bytes_restored: int = 0
     tokens_device: int = 0
     tokens_host: int = 0
+    tokens_disk: int = 0
     tokens_redis: int = 0
     tokens_recomputed: int = 0
     tokens_new: int = 0
     store_failures: int = 0
+    runs_demoted: int = 0
+    """Runs that eviction moved to host memory."""
 
 
 @dataclass(frozen=True)

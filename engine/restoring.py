@@ -22,7 +22,7 @@ from moorage.engine.output import EngineEvent, EngineFault, RestoreDone, TokensB
 from moorage.engine.scheduler import Scheduler
 from moorage.engine.tier_io import TierIO
 from moorage.prefix_cache import tiers
-from moorage.prefix_cache.block import BlockTable
+from moorage.prefix_cache.block import BlockTable, digest_tokens
 from moorage.prefix_cache.errors import CacheError, ManifestMismatch
 from moorage.prefix_cache.parked_context import ParkedContext
 
@@ -34,6 +34,8 @@ class _LoadInFlight:
     """None where the worker writes into the context's own blocks."""
     first_block: int
     started_s: float
+    name: bytes | None
+    """Of the first run that it brings."""
     orphan: BlockTable | None = None
     """Blocks that the worker may still write, of a context that was dropped."""
 
@@ -48,6 +50,8 @@ class Restoring:
     def __init__(self, io: TierIO) -> None:
         self._io = io
         self._loads: dict[int, _LoadInFlight] = {}
+        self._under_way: dict[bytes, int] = {}
+        """first run of a load in flight -> its job"""
         self._next_job = 0
 
     def adopt_manifest(self, context: Context, manifest_bytes: bytes | None) -> None:
@@ -67,12 +71,20 @@ class Restoring:
         context.manifest = manifest
 
     def open(self, context: Context, generation: Generation, grow: Grow) -> Phase:
-        """Give the context a table and start whatever load it needs; the phase it is then in."""
+        """Give the context a table and start whatever load it needs; the phase it is then in.
+
+        Where another context loads the same blocks, this one waits for them: one read serves both.
+        """
         if context.table is None:
-            self._open_from_tree(context)
-            if generation.sources is None and self._start_load(context, grow):
-                generation.load_started_s = time.monotonic()
-                return Phase.LOADING
+            table = self._open_from_tree(context)
+            if generation.sources is None:
+                if self._comes_with_another_load(context):
+                    self._io.cache.release(table)
+                    context.table, context.num_computed = None, 0
+                    return Phase.WAITING
+                if self._start_load(context, grow):
+                    generation.load_started_s = time.monotonic()
+                    return Phase.LOADING
         if generation.sources is None:
             self.settle(context, generation, {}, context.lost_reason)
         return Phase.RUNNING
@@ -96,22 +108,49 @@ class Restoring:
         """The answer to a `Restore` that cannot be done now."""
         return RestoreDone(session_id, TokensBySource(), 0, 0.0, fault)
 
-    def _open_from_tree(self, context: Context) -> None:
+    def _open_from_tree(self, context: Context) -> BlockTable:
         """The longest prefix on the device; at most all but the last token, whose logits are needed."""
         tokens = context.tokens(0, context.num_tokens - 1)
         match = self._io.cache.match(context.lineage, tokens)
-        context.table = self._io.cache.open(match)
+        context.table = table = self._io.cache.open(match)
         context.num_computed = match.num_tokens
+        return table
+
+    def _wanted(self, context: Context) -> tuple[ParkedContext, int, bool]:
+        """What to load from, up to which token, and whether to seek runs that the manifest does not name:
+        where at least one whole run is missing behind it."""
+        manifest = context.manifest or ParkedContext.empty(
+            context.lineage, context.session_id, self._io.geometry
+        )
+        last = context.num_tokens - 1  # the last token's logits are needed
+        covered = max(min(manifest.num_tokens, last), context.num_computed)
+        run = self._io.geometry.run_blocks * self._io.block_size
+        whole = last // run * run
+        if whole - covered >= run:
+            return manifest, whole, True
+        return manifest, min(manifest.num_tokens, last), False
+
+    def _first_missing_run(self, context: Context) -> bytes | None:
+        """Names the run in which the device's prefix of the log ends; None where the log ends in it too."""
+        size = self._io.block_size
+        run = self._io.geometry.run_blocks * size
+        end = context.num_computed // run * run + run
+        if end >= context.num_tokens:
+            return None
+        return context.lineage.root + digest_tokens(context.tokens(0, end))
+
+    def _comes_with_another_load(self, context: Context) -> bool:
+        _, end, _ = self._wanted(context)
+        name = self._first_missing_run(context)
+        return end > context.num_computed and name is not None and name in self._under_way
 
     def _start_load(self, context: Context, grow: Grow) -> bool:
-        manifest = context.manifest
-        if manifest is None or manifest.num_tokens <= context.num_computed:
-            return False
+        manifest, end, seek = self._wanted(context)
         first_block = context.num_computed // self._io.block_size
-        end = min(manifest.num_tokens, context.num_tokens - 1)
         num_blocks = -(-end // self._io.block_size) - first_block
         if num_blocks <= 0:
             return False
+        name = self._first_missing_run(context)
         staging: torch.Tensor | None = None
         if self._io.kv.in_host_memory and grow(context, end):
             assert context.table is not None
@@ -129,13 +168,18 @@ class Restoring:
             blocks=blocks,
             geometry=self._io.geometry,
             deadline_s=self._io.deadline_s,
+            seek=seek,
         )
         try:
             self._io.workers.load(job)
         except CacheError as error:
             context.lost_reason = f"not loaded: {error}"
             return False
-        self._loads[self._next_job] = _LoadInFlight(context, staging, first_block, time.monotonic())
+        self._loads[self._next_job] = _LoadInFlight(
+            context, staging, first_block, time.monotonic(), name
+        )
+        if name is not None:
+            self._under_way[name] = self._next_job
         context.loading = self._next_job
         self._next_job += 1
         return True
@@ -174,10 +218,14 @@ class Restoring:
     def finished(self, done: tiers.LoadDone, scheduler: Scheduler) -> list[EngineEvent]:
         """A worker is done. A load whose context was dropped meanwhile only gives its blocks back."""
         load = self._loads.pop(done.job_id)
+        if load.name is not None and self._under_way.get(load.name) == done.job_id:
+            del self._under_way[load.name]
         if load.orphan is not None:
             self._io.cache.release(load.orphan)
         context = load.context
-        reason = f"{done.miss}: {done.miss_detail}" if done.miss is not None else ""
+        reason = load.context.lost_reason
+        if done.miss is not None:
+            reason = f"{done.miss}: {done.miss_detail}"
         by_tier: Mapping[str, int] = done.tokens_by_tier
         if context.loading != done.job_id:
             return []  # aborted, released or closed while the read was under way
@@ -201,9 +249,12 @@ class Restoring:
         return []
 
     def _place(self, load: _LoadInFlight, done: tiers.LoadDone, scheduler: Scheduler) -> bool:
-        """Verified KV into device blocks, and full blocks into the tree."""
+        """Verified KV into device blocks, and full blocks into the tree; what nothing came for goes back."""
         context = load.context
-        if done.num_tokens == 0 or context.table is None:
+        if context.table is None:
+            return True
+        if done.num_tokens == 0:
+            self._io.cache.truncate(context.table, context.num_computed)
             return True
         end = load.first_block * self._io.block_size + done.num_tokens
         if load.staging is not None:
@@ -214,6 +265,7 @@ class Restoring:
             self._io.kv.scatter(block_ids, load.staging)
         context.num_computed = end
         self._io.cache.commit(context.table, context.token_ids, end, done.block_hashes)
+        self._io.cache.truncate(context.table, end)
         return True
 
 

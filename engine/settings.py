@@ -31,6 +31,8 @@ class TierConfig:
     host_copies: bool = True
     """Frames that go to or come from disk or Redis stay in host memory too, as far as there is room beside parked
     frames that live there."""
+    demote: bool = True
+    """Runs that eviction takes from the device go to host memory, as far as there is room beside parked frames."""
     deadline_s: float = 10.0
     """Seconds that one park or load may take in a tier before it counts as failed (a miss)."""
     num_workers: int = 2

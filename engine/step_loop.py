@@ -139,10 +139,12 @@ class StepLoop:
             bytes_restored=tiers.bytes_restored,
             tokens_device=tiers.tokens_device,
             tokens_host=tiers.tokens_host,
+            tokens_disk=tiers.tokens_disk,
             tokens_redis=tiers.tokens_redis,
             tokens_recomputed=tiers.tokens_recomputed,
             tokens_new=tiers.tokens_new,
             store_failures=tiers.store_failures,
+            runs_demoted=tiers.runs_demoted,
         )
 
     def close(self, deadline_s: float) -> None:

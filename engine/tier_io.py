@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import structlog
 
+from moorage.engine.kv_cache import block_views
 from moorage.engine.loading import LoadedModel
 from moorage.engine.settings import EngineConfig
 from moorage.prefix_cache import tiers
 from moorage.prefix_cache.errors import CacheError
+from moorage.prefix_cache.evicted_run import EvictedRun
+from moorage.prefix_cache.host_store import HostStore
+from moorage.prefix_cache.park import run_frame
 from moorage.prefix_cache.parked_context import ParkedContext
 
 _log = structlog.get_logger("moorage.engine")
@@ -29,6 +33,8 @@ class TierCounters:
     tokens_recomputed: int = 0
     tokens_new: int = 0
     store_failures: int = 0
+    runs_demoted: int = 0
+    """Runs that eviction moved to host memory."""
 
 
 class TierIO:
@@ -52,6 +58,12 @@ class TierIO:
             host_copies=config.tiers.host_copies,
         )
         self.counters = TierCounters()
+        self._host = next(
+            (store for store in model.stores if isinstance(store, HostStore) and store.max_bytes),
+            None,
+        )
+        if config.tiers.demote:
+            self.cache.on_evict = self._demote
 
     @property
     def block_size(self) -> int:
@@ -61,6 +73,22 @@ class TierIO:
     def close(self, deadline_s: float) -> None:
         """Stop the workers; waits at most `deadline_s`."""
         self.workers.close(deadline_s)
+
+    def _demote(self, run: EvictedRun) -> None:
+        """Keep a run in host memory that eviction takes from the device: a copy and a checksum, about a
+        hundredth of the time that computing it again would take. Unclaimed, so it is the first to go there."""
+        if self._host is None:
+            return
+        in_place, ids = self.kv.in_host_memory, run.block_ids
+        blocks = self.kv.views(ids) if in_place else block_views(self.kv.gather(ids))
+        key, frame = run_frame(run, self.geometry, blocks)
+        try:
+            self.counters.runs_demoted += self._host.keep(
+                [(key, frame)], "-", run.lineage.namespace
+            )
+        except CacheError as error:  # the codec cannot hold a value, or the store is closed
+            self.counters.store_failures += 1
+            _log.warning("an evicted run was not kept", reason=str(error))
 
     def delete(
         self, manifest: ParkedContext | None, superseded_by: ParkedContext | None = None

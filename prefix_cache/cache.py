@@ -24,75 +24,21 @@ from moorage.prefix_cache.block import (
     num_tokens_in,
 )
 from moorage.prefix_cache.block_pool import CACHED, IN_USE, BlockPool
+from moorage.prefix_cache.cache_config import CacheConfig, CacheStatistics, GroupConfig
 from moorage.prefix_cache.errors import CommitMismatch, InvalidInput, OutOfBlocks, TableReleased
+from moorage.prefix_cache.evicted_run import EvictedRun, run_before
 from moorage.prefix_cache.integrity import check_books
-from moorage.prefix_cache.radix_tree import Lock, Position, RadixTree
+from moorage.prefix_cache.radix_tree import Lock, Node, Position, RadixTree
 
 __all__ = [
     "BlockTable",
     "CacheConfig",
     "CacheStatistics",
+    "EvictedRun",
     "GroupConfig",
     "PrefixCache",
     "PrefixMatch",
 ]
-
-
-@dataclass(frozen=True)
-class GroupConfig:
-    """One group of layers that share a pool layout (full attention; later sliding window, latent,
-    state).
-    """
-
-    name: str
-    """Unit: none. "full" is the only one for now."""
-    num_blocks: int
-    """Blocks in the group's device pool; at least 1."""
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """Sizes of one cache."""
-
-    block_size: int
-    """Tokens per block, 1 … 1024; the engine's default is 16."""
-    groups: tuple[GroupConfig, ...]
-    """Exactly one for now: every logical block has one block id."""
-    run_blocks: int
-    """Blocks of one shared frame; a power of two. Part of the fingerprint, here for those who
-    park.
-    """
-
-    def validate(self) -> None:
-        """Raises InvalidInput naming the field, the value and the limit."""
-        if not 1 <= self.block_size <= 1024:
-            raise InvalidInput(f"block_size is {self.block_size}, allowed is 1 … 1024")
-        if self.run_blocks < 1 or self.run_blocks & (self.run_blocks - 1):
-            raise InvalidInput(f"run_blocks is {self.run_blocks}, allowed are powers of two")
-        if len(self.groups) != 1:
-            raise InvalidInput(f"{len(self.groups)} groups are given, exactly 1 is served for now")
-
-
-@dataclass(frozen=True)
-class CacheStatistics:
-    """Blocks by owner, and counters since construction."""
-
-    free: int
-    evictable: int
-    """In the tree, held by no table."""
-    locked: int
-    """In the tree, held by at least one table."""
-    in_use: int
-    """Private to one table."""
-    total: int
-    num_nodes: int
-    num_splits: int
-    hit_tokens: int
-    """Tokens that `open` found in the tree."""
-    miss_tokens: int
-    """Tokens that were asked for and not found."""
-    num_evicted: int
-    """Blocks evicted."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +61,20 @@ def _ignore(block_ids: Sequence[BlockId]) -> None:
     del block_ids
 
 
+def _let_go(run: EvictedRun) -> None:
+    del run
+
+
 class PrefixCache:
     """See the module. `on_free` is called with every block that becomes free, before anyone can
-    take it again.
+    take it again; `on_evict` with every whole run that eviction (not `discard`) breaks up, before that.
     """
 
     def __init__(
         self,
         config: CacheConfig,
         on_free: Callable[[Sequence[BlockId]], None] = _ignore,
+        on_evict: Callable[[EvictedRun], None] = _let_go,
         *,
         hasher: Callable[[BlockHash, Bytes], BlockHash] = hash_block,
     ) -> None:
@@ -133,10 +84,11 @@ class PrefixCache:
         config.validate()
         self.config = config
         self.pool = BlockPool(config.groups[0].num_blocks, on_free)
-        self.tree = RadixTree(config.block_size)
+        self.tree = RadixTree(config.block_size, self._before_eviction)
         self.tables: set[BlockTable] = set()
         """Every table that is open."""
         self._hasher = hasher
+        self.on_evict = on_evict
         self._hit_tokens = 0
         self._miss_tokens = 0
         self._num_evicted = 0
@@ -377,6 +329,14 @@ class PrefixCache:
                 " or raise num_blocks"
             )
         self._free_evicted(self.tree.evict(short))
+
+    def _before_eviction(self, node: Node, keep: int) -> None:
+        """Blocks [keep, …) of a leaf are about to go: hand out the whole runs among them."""
+        run = self.config.run_blocks
+        end = node.first_block + node.num_blocks
+        first_end = -(-(node.first_block + keep + 1) // run) * run
+        for run_end in range(first_end, end // run * run + 1, run):
+            self.on_evict(run_before(node, run_end, run, self.config.block_size))
 
     def _free_evicted(self, block_ids: list[BlockId]) -> int:
         self._num_evicted += len(block_ids)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from moorage.prefix_cache import codec
@@ -24,6 +24,7 @@ from moorage.prefix_cache.frame import FrameExpectation, Geometry, as_bytes_view
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.park import Chain, Piece
 from moorage.prefix_cache.parked_context import FrameReference, ParkedContext
+from moorage.prefix_cache.seek import with_found_runs
 from moorage.prefix_cache.store import BlockStore, validate_session_id
 
 BATCH_BYTES = 16 << 20
@@ -89,12 +90,14 @@ class LoadJob:
     deadline_s: float
     """Seconds from submission."""
     job_id: int = 0
+    seek: bool = False
+    """Look in every tier for runs behind the manifest's, whoever stored them."""
 
     def validate(self) -> None:
         """Raises InvalidInput naming the value and the limit."""
         validate_session_id(self.manifest.session_id)
         num_tokens_in(self.token_ids)
-        if not 0 <= self.first_block <= self.manifest.num_blocks:
+        if self.first_block < 0 or (self.first_block > self.manifest.num_blocks and not self.seek):
             raise InvalidInput(
                 f"first_block is {self.first_block}, allowed is 0 … {self.manifest.num_blocks}"
             )
@@ -154,7 +157,11 @@ def run_load(
     miss: MissReason | None = None
     detail = ""
     try:
-        for ref, found_in, found, chain in _frames(job, stores, deadline, copies):
+        chain = _chain(job)
+        if job.seek:
+            manifest = with_found_runs(job.manifest, chain, job.first_block, stores, deadline)
+            job = replace(job, manifest=manifest)
+        for ref, found_in, found in _frames(job, stores, deadline, copies, chain):
             tier, data = found_in, found
             num_bytes += len(data)
             try:
@@ -205,12 +212,15 @@ class _Miss(Exception):
 
 
 def _frames(
-    job: LoadJob, stores: Mapping[str, BlockStore], deadline: float, copies: HostStore | None
-) -> Iterator[tuple[FrameReference, str, Bytes, Chain]]:
+    job: LoadJob,
+    stores: Mapping[str, BlockStore],
+    deadline: float,
+    copies: HostStore | None,
+    chain: Chain,
+) -> Iterator[tuple[FrameReference, str, Bytes]]:
     """The needed frames, the tier that gave them and their bytes, in order. Raises _Miss at the first
     that is not to be had.
     """
-    _check_layout(job)
     manifest = job.manifest
     last = job.first_block + len(job.blocks)
     needed = [
@@ -223,7 +233,6 @@ def _frames(
         ref for ref in needed if ref.first_block * manifest.block_size + ref.num_tokens > log_len
     ]
     needed = needed[: len(needed) - len(beyond)]
-    chain = Chain(manifest.lineage, job.token_ids, min(log_len, manifest.num_tokens), job.geometry)
     while needed:
         if copies is not None and needed[0].tier != copies.tier:
             ref = needed[0]
@@ -231,7 +240,7 @@ def _frames(
                 [ref.key], manifest.session_id, manifest.lineage.namespace, job.deadline_s
             )
             if data is not None:
-                yield needed.pop(0), copies.tier, data, chain
+                yield needed.pop(0), copies.tier, data
                 continue
         batch = _batch(needed)
         store = stores.get(batch[0].tier)
@@ -242,13 +251,25 @@ def _frames(
             )
         del needed[: len(batch)]
         for ref, data in _read(job, store, batch, deadline):
-            yield ref, ref.tier, data, chain
+            if data is not None:
+                yield ref, ref.tier, data
+            else:
+                yield ref, *_read_elsewhere(job, ref, stores, deadline)
     if beyond:
         raise _Miss(
             MissReason.LOG_DIFFERS,
             f"the log has {log_len} tokens and the next frame covers"
             f" {beyond[0].num_tokens} from block {beyond[0].first_block} on",
         )
+
+
+def _chain(job: LoadJob) -> Chain:
+    """Hashes of what the load may cover. Raises _Miss for a manifest of another layout."""
+    _check_layout(job)
+    num_tokens = num_tokens_in(job.token_ids)
+    if not job.seek:
+        num_tokens = min(num_tokens, job.manifest.num_tokens)
+    return Chain(job.manifest.lineage, job.token_ids, num_tokens, job.geometry)
 
 
 def _miss_for(error: FrameMismatch) -> _Miss:
@@ -264,8 +285,33 @@ def _read_home(
             MissReason.TIER_MISSING, f"the manifest names tier {ref.tier}, not configured here"
         )
     for _, data in _read(job, stores[ref.tier], [ref], deadline):
-        return data
-    raise _Miss(MissReason.NOT_STORED, f"tier {ref.tier} gave nothing")
+        if data is not None:
+            return data
+    raise _not_stored(ref)
+
+
+def _read_elsewhere(
+    job: LoadJob, ref: FrameReference, stores: Mapping[str, BlockStore], deadline: float
+) -> tuple[str, Bytes]:
+    """A run that its tier has lost, from another tier, and which. Raises _Miss."""
+    if ref.key.shared:
+        for tier, store in stores.items():
+            if tier == ref.tier:
+                continue
+            try:
+                for _, data in _read(job, store, [ref], deadline):
+                    if data is not None:
+                        return tier, data
+            except _Miss:
+                continue  # the reason that counts is that its own tier has it no more
+    raise _not_stored(ref)
+
+
+def _not_stored(ref: FrameReference) -> _Miss:
+    return _Miss(
+        MissReason.NOT_STORED,
+        f"tier {ref.tier} has no {ref.key.kind} frame of block {ref.first_block}",
+    )
 
 
 def _check_layout(job: LoadJob) -> None:
@@ -292,9 +338,9 @@ def _batch(needed: Sequence[FrameReference]) -> list[FrameReference]:
 
 def _read(
     job: LoadJob, store: BlockStore, batch: Sequence[FrameReference], deadline: float
-) -> Iterator[tuple[FrameReference, Bytes]]:
+) -> Iterator[tuple[FrameReference, Bytes | None]]:
     """A batch in one call; where that fails, one by one, so that what stands before the fault is
-    not lost.
+    not lost. None for what the store has not.
     """
     session_id, namespace = job.manifest.session_id, job.manifest.lineage.namespace
     groups = [list(batch)]
@@ -310,13 +356,7 @@ def _read(
                 groups = [[ref] for ref in group]
                 continue
             raise _Miss(_miss_of(error), str(error)) from error
-        for ref, data in zip(group, found, strict=True):
-            if data is None:
-                raise _Miss(
-                    MissReason.NOT_STORED,
-                    f"tier {ref.tier} has no {ref.key.kind} frame of block {ref.first_block}",
-                )
-            yield ref, data
+        yield from zip(group, found, strict=True)
 
 
 def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:

@@ -20,6 +20,7 @@ from moorage.prefix_cache.block import (
     num_tokens_in,
 )
 from moorage.prefix_cache.errors import CacheError, InvalidInput, StoreError
+from moorage.prefix_cache.evicted_run import EvictedRun
 from moorage.prefix_cache.failpoints import Failpoint, hit
 from moorage.prefix_cache.frame import (
     Frame,
@@ -203,6 +204,29 @@ class Chain:
                 piece.shared,
             ),
         )
+
+
+def run_frame(
+    run: EvictedRun, geometry: Geometry, blocks: Sequence[Bytes]
+) -> tuple[FrameKey, Frame]:
+    """The frame that a park would write for the same run. `blocks` stay unchanged while it is written."""
+    key = run_key(run.last_hash, geometry)
+    header = frame_header(
+        key=key,
+        geometry=geometry,
+        namespace=run.lineage.namespace,
+        fingerprint=run.lineage.fingerprint,
+        lineage_root=run.lineage.root,
+        parent_hash=run.parent_hash,
+        last_hash=run.last_hash,
+        token_digest=digest_tokens(run.token_ids),
+        first_block=run.first_block,
+        num_tokens=geometry.run_blocks * geometry.block_size,
+        generation=0,
+        payload_bytes=codec.coded_bytes(geometry, run.first_block, geometry.run_blocks, True),
+    )
+    views = [as_bytes_view(block) for block in blocks]
+    return key, Frame(header, partial(codec.encode, geometry, run.first_block, True, views))
 
 
 def run_park(

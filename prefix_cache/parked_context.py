@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import xxhash
 
-from moorage.prefix_cache.block import Bytes, Lineage, Namespace
+from moorage.prefix_cache.block import Bytes, Lineage, Namespace, digest_tokens
 from moorage.prefix_cache.errors import InvalidInput, ManifestMismatch
 from moorage.prefix_cache.errors import MismatchReason as Reason
 from moorage.prefix_cache.frame import FrameKey, Geometry, as_bytes_view
@@ -63,6 +63,11 @@ class ParkedContext:
     """`digest_tokens` of all covered tokens."""
     frames: tuple[FrameReference, ...]
     version: int = VERSION
+
+    @classmethod
+    def empty(cls, lineage: Lineage, session_id: str, geometry: Geometry) -> ParkedContext:
+        """Of a session that parked nothing: what a load starts from that only seeks shared runs."""
+        return cls(lineage, session_id, 0, geometry, 0, digest_tokens(b""), ())
 
     @property
     def dtype(self) -> str:

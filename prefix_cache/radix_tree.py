@@ -14,7 +14,7 @@ methods are for one thread; none waits.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moorage.prefix_cache.block import HASH_BYTES, TOKEN_BYTES, BlockHash, BlockId, Bytes, Lineage
@@ -36,13 +36,23 @@ class Position:
     num_blocks: int
 
 
+def _ignore_eviction(node: Node, keep: int) -> None:
+    del node, keep
+
+
 class RadixTree:
     """See the module. Counters (`num_locked`, `num_nodes`) are kept by increments;
     `check_integrity` recounts them.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self, block_size: int, on_evict: Callable[[Node, int], None] = _ignore_eviction
+    ) -> None:
+        """`on_evict`: called by `evict` with a leaf and the blocks that it keeps, before the rest goes;
+        not for what was superseded.
+        """
         self.block_size = block_size
+        self._on_evict = on_evict
         self.roots: dict[Lineage, Node] = {}
         """lineage -> root; compared field by field, so two tenants with one (forged) root hash stay
         apart.
@@ -225,7 +235,10 @@ class RadixTree:
         freed: list[BlockId] = []
         while heap and len(freed) < num_blocks:
             _, _, run, node = heapq.heappop(heap)
-            freed.extend(self._drop_tail(node, min(run, num_blocks - len(freed))))
+            run = min(run, num_blocks - len(freed))
+            if node.superseded_from is None:
+                self._on_evict(node, node.num_blocks - run)
+            freed.extend(self._drop_tail(node, run))
             if node.num_blocks == 0 and node.parent is not None:
                 parent = node.parent
                 self._remove(node)

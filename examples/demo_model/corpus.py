@@ -16,14 +16,17 @@ import narrow
 import torch
 import wide
 from chat import Chat, Json, encode
+from narrow_values import BASE_TOOLS
 from tokenizers import Tokenizer
 from torch import Tensor
 
 CorpusName = Literal["narrow", "wide", "long", "mixed", "all"]
 NAMES: tuple[CorpusName, ...] = get_args(CorpusName)
 _SOURCES: tuple[CorpusName, ...] = ("narrow", "wide", "long")
-ALL_SHARES = (0.25, 0.4, 0.35)
+ALL_SHARES = (0.45, 0.25, 0.3)
 """Of dialogues; the long ones hold two thirds of the tokens."""
+DRAWN_SHARE = 0.6
+"""Of the narrow dialogues in `all`: those that must have a tool of their own."""
 POOL_SIZE = 200
 """Dialogues that are sorted by length together."""
 
@@ -50,12 +53,23 @@ def wide_chat(talk: wide.Dialogue) -> Chat:
     return Chat(messages, [tool.schema for tool in talk.tools])
 
 
+def _with_own_tool(rng: random.Random) -> Chat:
+    """A narrow dialogue that calls a tool known from its schema only."""
+    while True:
+        chat = narrow.dialogue(rng)
+        calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
+        if any(call["function"]["name"] not in BASE_TOOLS for call in calls):
+            return chat
+
+
 def draw(name: CorpusName, rng: random.Random) -> Chat:
     """The next dialogue of a corpus."""
     if name == "mixed":
         name = "narrow" if rng.random() < 0.5 else "wide"
     elif name == "all":
         name = rng.choices(_SOURCES, ALL_SHARES)[0]
+        if name == "narrow" and rng.random() < DRAWN_SHARE:
+            return _with_own_tool(rng)
     if name == "narrow":
         return narrow.dialogue(rng)
     return wide_chat(long.dialogue(rng) if name == "long" else wide.dialogue(rng))

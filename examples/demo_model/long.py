@@ -73,11 +73,15 @@ def question(rng: random.Random, world: LongWorld, kind: str, name: str) -> Turn
 
 
 def recall(rng: random.Random, world: LongWorld) -> Turn | None:
-    """A question about any earlier fact, however far back; facts that were stated come oftener."""
-    places = [("note", name) for name in world.notes for _ in range(2)]
-    places += [("file", name) for name in world.files]
-    places += [("key", name) for name in world.store]
-    places += [("sum", name) for name in world.sums]
+    """A question about an earlier fact, in half of the cases one of the oldest; facts that were
+    stated come oftener.
+    """
+    kinds = {"note": world.notes, "file": world.files, "key": world.store, "sum": world.sums}
+    part = 0.2 if rng.random() < 0.5 else 1.0
+    places: list[tuple[str, str]] = []
+    for kind, facts in kinds.items():
+        names = list(facts)[: max(1, round(part * len(facts)))]
+        places += [(kind, name) for name in names for _ in range(2 if kind == "note" else 1)]
     return question(rng, world, *rng.choice(places)) if places else None
 
 
@@ -215,8 +219,8 @@ def dialogue(rng: random.Random) -> wide.Dialogue:
     system = "" if rng.random() < 0.1 else wide.system_prompt(rng)
     tools = list(world.tools.values())
     kind = rng.random()
-    budget = rng.uniform(500, 1200) if kind < 0.35 else rng.uniform(1200, 2000)
-    if kind > 0.65:
+    budget = rng.uniform(500, 1000) if kind < 0.3 else rng.uniform(1000, 1700)
+    if kind > 0.75:
         budget = rng.uniform(2000, 3900)
     left = budget * CHARS_PER_TOKEN - len(system)
     left -= sum(len(json.dumps(tool.schema)) for tool in tools)

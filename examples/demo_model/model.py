@@ -229,13 +229,16 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(self.shape, compute) for _ in range(self.shape.layers))
         self.norm = nn.Parameter(torch.ones(self.shape.hidden))
 
-    def forward(self, ids: Tensor, cache: list[Past] | None = None) -> Hidden:
-        """ids int64 [B, T], after the positions of `cache`."""
+    def forward(
+        self, ids: Tensor, cache: list[Past] | None = None, positions: Tensor | None = None
+    ) -> Hidden:
+        """ids int64 [B, T], after the positions of `cache`, or at `positions` [T], ascending."""
         shape = self.shape
-        start = cache[0][0].shape[2] if cache else 0
-        positions = torch.arange(start, start + ids.shape[1]).double()
+        if positions is None:
+            start = cache[0][0].shape[2] if cache else 0
+            positions = torch.arange(start, start + ids.shape[1])
         half = torch.arange(0, shape.head_dim, 2).double() / shape.head_dim
-        angles = torch.outer(positions, 1.0 / shape.theta**half)[None, :, None]
+        angles = torch.outer(positions.double(), 1.0 / shape.theta**half)[None, :, None]
         cos, sin = angles.cos().to(self.compute), angles.sin().to(self.compute)
         x = F.embedding(ids, self.embed)
         kept: list[Past] = []

@@ -20,13 +20,13 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 WEIGHT_DECAY = 0.01
 
 
-def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(update: Tensor, compute: torch.dtype, steps: int = 5) -> Tensor:
     """The nearest half-orthogonal matrix, roughly: singular values end between 0.7 and 1.2.
 
-    update [..., rows, columns]; leading axes are a batch. bf16, which the iteration tolerates.
+    update [..., rows, columns]; leading axes are a batch. The iteration tolerates bf16.
     """
     a, b, c = NEWTON_SCHULZ
-    x = update.bfloat16()
+    x = update.to(compute)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -40,9 +40,14 @@ class Muon(Optimizer):
     """Momentum, orthogonalised: each step moves all directions of a matrix by about the rate."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float = 0.02, momentum: float = 0.95
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        compute: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self._compute = compute
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -53,7 +58,7 @@ class Muon(Optimizer):
                 state = self.state[weight]
                 mean = state.setdefault("m", torch.zeros_like(weight))
                 mean.lerp_(weight.grad, 1 - momentum)
-                update = orthogonalise(weight.grad.lerp(mean, momentum))
+                update = orthogonalise(weight.grad.lerp(mean, momentum), self._compute)
                 scale = max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
                 weight.mul_(1 - rate * WEIGHT_DECAY).add_(update.float(), alpha=-rate * scale)
 
@@ -66,4 +71,4 @@ def optimisers(model: Model, muon_rate: float) -> tuple[Muon, AdamW]:
         inner = weight.dim() >= 2 and "embed" not in name and "router" not in name
         (matrices if inner else others).append(weight)
     adam = AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    return Muon(matrices, lr=muon_rate), adam
+    return Muon(matrices, lr=muon_rate, compute=model.compute), adam

@@ -26,10 +26,11 @@ from hypothesis.stateful import (
 from moorage.prefix_cache.block import Lineage, Namespace, pack_tokens
 from moorage.prefix_cache.cache import CacheConfig, GroupConfig, PrefixCache
 from moorage.prefix_cache.errors import OutOfBlocks, StoreError, StoreUnavailable
+from moorage.prefix_cache.evicted_run import EvictedRun
 from moorage.prefix_cache.frame import Geometry
 from moorage.prefix_cache.host_store import HostStore
 from moorage.prefix_cache.load import LoadJob, run_load
-from moorage.prefix_cache.park import ParkJob, run_park
+from moorage.prefix_cache.park import ParkJob, run_frame, run_park
 from moorage.prefix_cache.parked_context import ParkedContext
 
 NAN = struct.pack("<f", float("nan"))
@@ -68,7 +69,7 @@ class FailingStore(HostStore):
 
 class CacheMachine(RuleBasedStateMachine):
     size = 4
-    num_steps = 0
+    num_steps = num_demoted = num_found = 0
     """Over all runs of a class."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.block_bytes = self.geometry.block_bytes
         self.memory = bytearray(NAN * (NUM_BLOCKS * self.block_bytes // 4))
         config = CacheConfig(self.size, (GroupConfig("full", NUM_BLOCKS),), 2)
-        self.cache = PrefixCache(config, self.poison)
+        self.cache = PrefixCache(config, self.poison, self.demote)
         self.contexts: list[Context] = []
         self.parked: dict[str, Parked] = {}
         self.store = FailingStore(3 * (2 * self.block_bytes + 400))
@@ -221,6 +222,40 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- tiers ---------------------------------------------------------------------------------------
 
+    def demote(self, run: EvictedRun) -> None:
+        """Eviction takes the run's last blocks: a copy stays in the store, where there is room."""
+        blocks = [self.block(block_id) for block_id in run.block_ids]
+        frame = run_frame(run, self.geometry, blocks)
+        type(self).num_demoted += self.store.keep([frame], "-", run.lineage.namespace)
+
+    @precondition(lambda self: len(self.contexts) < 5)
+    @rule(data=st.data(), evict=st.booleans())
+    def find(self, data: st.DataObject, evict: bool) -> None:
+        """A context without a manifest: tree first, then whatever runs the store has of these tokens."""
+        lineage, tokens = data.draw(st.sampled_from(self.known))
+        self.cache.evict(NUM_BLOCKS if evict else 0)
+        context = self.open(lineage, tokens)
+        first, full = context.table.num_committed, len(tokens) // self.size
+        try:
+            self.cache.grow(context.table, full * self.size)
+        except OutOfBlocks:
+            return
+        job = LoadJob(
+            manifest=ParkedContext.empty(LINEAGES[lineage], "finder", self.geometry),
+            first_block=first,
+            token_ids=pack_tokens(tokens),
+            blocks=[self.block(b) for b in context.table.block_ids[first:full]],
+            geometry=self.geometry,
+            deadline_s=5.0,
+            seek=True,
+        )
+        done = run_load(job, {"host": self.store}, float("inf"))
+        assert done.miss is None or self.store.away
+        type(self).num_found += done.num_tokens
+        context.computed = first * self.size + done.num_tokens
+        self.cache.commit(context.table, pack_tokens(tokens), context.computed)
+        assert self.cache.truncate(context.table, context.computed) is None
+
     @rule()
     def store_goes_away_or_comes_back(self) -> None:
         self.store.away = not self.store.away
@@ -340,3 +375,4 @@ def test_any_sequence_of_use_reads_the_kv_of_its_own_tokens(size: int) -> None:
         ),
     )
     assert machine.num_steps >= NUM_STEPS // 3  # type: ignore[attr-defined]
+    assert machine.num_demoted >= 20 and machine.num_found >= 20  # type: ignore[attr-defined]
