@@ -34,7 +34,10 @@ class _Chunk:
     def __init__(self, size: int) -> None:
         self.size = size
         self.num_slots = max(CHUNK_BYTES // size, 1)
-        memory = np.frombuffer(mmap.mmap(-1, self.num_slots * size), dtype=np.uint8)
+        pages = mmap.mmap(-1, self.num_slots * size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(pages, dtype=np.uint8)
         self.free: list[Slot] = [
             memory[at : at + size] for at in range((self.num_slots - 1) * size, -1, -size)
         ]

@@ -183,20 +183,18 @@ class Segment:
         while views:
             done = write_at(self._file.fileno(), views[:MAX_PARTS], at)
             at += done
-            while views and done >= len(views[0]):
-                done -= len(views.pop(0))
-            if views and done:
-                views[0] = views[0][done:]
+            views = _behind(views, done)
 
-    def read(self, at: int, into: memoryview) -> bool:
-        """Fill `into` from `at` on; False where the file ends before. Raises StoreUnavailable."""
+    def read(self, at: int, into: Sequence[memoryview]) -> bool:
+        """Fill the buffers from `at` on; False where the file ends before. Raises StoreUnavailable."""
+        views = [view for view in into if len(view)]
         try:
-            while len(into):
-                done = os.preadv(self._file.fileno(), [into], at)
+            while views:
+                done = os.preadv(self._file.fileno(), views[:MAX_PARTS], at)
                 if done == 0:
                     return False
                 at += done
-                into = into[done:]
+                views = _behind(views, done)
         except OSError as error:
             raise as_store_error(error, self.path.parent) from error
         return True
@@ -214,6 +212,15 @@ class Segment:
             os.fdatasync(self._file.fileno())
         except OSError as error:
             raise as_store_error(error, self.path.parent) from error
+
+
+def _behind(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the buffers behind their first `num_bytes`."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []
 
 
 def _lead(kind: RecordKind, packed: bytes, num_bytes: int) -> bytes:

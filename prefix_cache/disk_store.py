@@ -27,7 +27,7 @@ from moorage.prefix_cache.errors import (
 )
 from moorage.prefix_cache.failpoints import Failpoint, hit
 from moorage.prefix_cache.frame import Frame, FrameKey
-from moorage.prefix_cache.store import StoreStatistics, validate_session_id
+from moorage.prefix_cache.store import StoreStatistics, UnreadFrame, validate_session_id
 
 _log = structlog.get_logger("moorage.prefix_cache")
 _NAME = re.compile(r"segment-([0-9]{8})\.kv")
@@ -56,6 +56,22 @@ class DiskConfig:
         for name in ("max_bytes", "segment_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} is {getattr(self, name)}, allowed is 1 or more")
+
+
+@dataclass(frozen=True)
+class DiskFrame:
+    """A frame in its file. See UnreadFrame."""
+
+    record: Record
+
+    @property
+    def size_bytes(self) -> int:
+        """See UnreadFrame."""
+        return self.record.num_bytes
+
+    def read(self, into: Sequence[memoryview]) -> bool:
+        """See UnreadFrame."""
+        return self.record.segment.read(self.record.data_at, into)
 
 
 class DiskStore:
@@ -151,23 +167,22 @@ class DiskStore:
     ) -> list[Bytes | None]:
         """Each frame in a buffer of its own. A file that is shorter than it was is a miss."""
         deadline = time.monotonic() + deadline_s
-        validate_session_id(session_id)
-        places: list[Record | None] = []
-        with self._guarded():
-            for key in keys:
-                slot = _slot(key, session_id, namespace)
-                entry = self._index.entries.get(slot)
-                self._index.used(slot)
-                places.append(entry.frame if entry is not None else None)
         found: list[Bytes | None] = []
-        for place in places:
+        for frame in self._find(keys, session_id, namespace):
             self._check(deadline)
-            found.append(self._read(place) if place is not None else None)
-        with self._lock:
-            self._gets += len(keys)
-            self._hits += sum(data is not None for data in found)
-            self._bytes_out += sum(len(data) for data in found if data is not None)
+            found.append(self._read(frame.record) if frame is not None else None)
         return found
+
+    def open(
+        self,
+        keys: Sequence[FrameKey],
+        session_id: str,
+        namespace: Namespace,
+        deadline_s: float,
+    ) -> list[Bytes | UnreadFrame | None]:
+        """Frames unread: their files stay readable while someone holds them."""
+        del deadline_s
+        return [*self._find(keys, session_id, namespace)]
 
     def contains(
         self,
@@ -310,9 +325,25 @@ class DiskStore:
                 f"the disk tier in {self.config.directory} did not end by its deadline"
             )
 
+    def _find(
+        self, keys: Sequence[FrameKey], session_id: str, namespace: Namespace
+    ) -> list[DiskFrame | None]:
+        validate_session_id(session_id)
+        found: list[DiskFrame | None] = []
+        with self._guarded():
+            for key in keys:
+                slot = _slot(key, session_id, namespace)
+                entry = self._index.entries.get(slot)
+                self._index.used(slot)
+                found.append(DiskFrame(entry.frame) if entry is not None else None)
+            self._gets += len(keys)
+            self._hits += sum(frame is not None for frame in found)
+            self._bytes_out += sum(frame.size_bytes for frame in found if frame is not None)
+        return found
+
     def _read(self, record: Record) -> memoryview | None:
         data = self._buffers.take(record.num_bytes)
-        return data if record.segment.read(record.data_at, data) else None
+        return data if record.segment.read(record.data_at, [data]) else None
 
     def _append(self, kind: RecordKind, meta: Meta, parts: Sequence[Bytes]) -> Record:
         active = self._active

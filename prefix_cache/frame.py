@@ -26,17 +26,17 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
+import numpy as np
 import xxhash
 
 from moorage.prefix_cache.block import HASH_BYTES, BlockHash, Bytes, Namespace
-from moorage.prefix_cache.errors import FrameMismatch, InvalidInput
-from moorage.prefix_cache.errors import MismatchReason as Reason
+from moorage.prefix_cache.errors import InvalidInput
 from moorage.prefix_cache.geometry import (
     CODECS,
     ITEM_BYTES,
@@ -52,11 +52,9 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "RAW",
     "Frame",
-    "FrameExpectation",
     "FrameHeader",
     "FrameKey",
     "Geometry",
-    "decode_frame",
     "encode_frame",
     "frame_header",
     "private_key",
@@ -68,9 +66,9 @@ __all__ = [
 MAGIC = b"MRGF"
 VERSION = 1
 _PRIVATE = re.compile(rb"([A-Za-z0-9_-]{1,128})/([0-9]{1,20})/([0-9]{1,10})")
-_LEAD = struct.Struct("<4sHIQ")
-_CHECKSUM_BYTES = 16
-_HEADER_AT = _LEAD.size + _CHECKSUM_BYTES
+LEAD = struct.Struct("<4sHIQ")
+CHECKSUM_BYTES = 16
+HEADER_AT = LEAD.size + CHECKSUM_BYTES
 
 FrameKind: TypeAlias = Literal["run", "private"]
 
@@ -171,45 +169,8 @@ class FrameHeader:
         return FrameKey(kind, self.name, self.dtype, self.codec, self.layers, self.heads)
 
 
-_FIELDS = tuple(field.name for field in fields(FrameHeader))
-# Which reason a differing field gives, in the order in which they are compared: the walls first.
-_REASONS: tuple[tuple[str, Reason], ...] = (
-    ("tenant", Reason.NAMESPACE),
-    ("namespace", Reason.NAMESPACE),
-    ("fingerprint", Reason.FINGERPRINT),
-    ("block_size", Reason.GEOMETRY),
-    ("num_layers", Reason.GEOMETRY),
-    ("num_kv_heads", Reason.GEOMETRY),
-    ("head_dim", Reason.GEOMETRY),
-    ("dtype", Reason.DTYPE),
-    ("codec", Reason.CODEC),
-    ("generation", Reason.GENERATION),
-    ("lineage_root", Reason.LINEAGE),
-    ("first_block", Reason.POSITION),
-    ("num_blocks", Reason.POSITION),
-    ("num_tokens", Reason.POSITION),
-    ("parent_hash", Reason.LINEAGE),
-    ("last_hash", Reason.LINEAGE),
-    ("token_digest", Reason.TOKENS),
-    ("kind", Reason.KEY),
-    ("name", Reason.KEY),
-    ("layers", Reason.KEY),
-    ("heads", Reason.KEY),
-    ("payload_bytes", Reason.GEOMETRY),
-)
-
-
-@dataclass(frozen=True)
-class FrameExpectation:
-    """The header that the reader would have written, from its own token log; never from the stored
-    bytes.
-    """
-
-    header: FrameHeader
-    checksum: bytes | None = None
-    """Of the very frame that a manifest names; None for run frames, which anyone may have
-    written.
-    """
+FIELDS = tuple(field.name for field in fields(FrameHeader))
+"""On the wire, in this order."""
 
 
 class Frame:
@@ -225,7 +186,7 @@ class Frame:
         self.header = header
         self._make = make
         self._packed = cast(
-            "bytes", msgpack.packb([getattr(header, name) for name in _FIELDS], use_bin_type=True)
+            "bytes", msgpack.packb([getattr(header, name) for name in FIELDS], use_bin_type=True)
         )
 
     @cached_property
@@ -236,11 +197,11 @@ class Frame:
     @cached_property
     def checksum(self) -> bytes:
         """Over everything but itself."""
-        return _checksum((self._lead, self._packed, *self.pieces))
+        return checksum_of((self._lead, self._packed, *self.pieces))
 
     @property
     def _lead(self) -> bytes:
-        return _LEAD.pack(MAGIC, VERSION, len(self._packed), self.header.payload_bytes)
+        return LEAD.pack(MAGIC, VERSION, len(self._packed), self.header.payload_bytes)
 
     @property
     def parts(self) -> tuple[bytes | memoryview, ...]:
@@ -250,7 +211,26 @@ class Frame:
     @property
     def size_bytes(self) -> int:
         """Bytes of all parts; costs no checksum."""
-        return _HEADER_AT + len(self._packed) + self.header.payload_bytes
+        return HEADER_AT + len(self._packed) + self.header.payload_bytes
+
+    def write_into(self, target: memoryview) -> None:
+        """Fill a buffer of `size_bytes`. Each piece is checksummed where it was copied to, while it is in the
+        processor's cache; NumPy copies without the interpreter's lock."""
+
+        def copied() -> Iterator[Bytes]:
+            yield self._lead
+            yield self._packed
+            at = HEADER_AT + len(self._packed)
+            for piece in self.pieces:
+                written = target[at : at + len(piece)]
+                np.copyto(np.frombuffer(written, np.uint8), np.frombuffer(piece, np.uint8))
+                yield written
+                at += len(piece)
+
+        checksum = checksum_of(copied())
+        head = b"".join((self._lead, checksum, self._packed))
+        target[: len(head)] = head
+        self.__dict__["checksum"] = checksum  # of the very bytes that were written
 
     def join(self) -> bytes:
         """One bytes object: the only copy of the payload on its way out; made by the store that
@@ -289,64 +269,8 @@ def encode_frame(header: FrameHeader, pieces: Sequence[Bytes]) -> Frame:
     return Frame(header, lambda: views)
 
 
-def decode_frame(buffer: Bytes, expect: FrameExpectation) -> tuple[FrameHeader, memoryview]:
-    """Verify a stored frame and return its header and a view of its payload.
-
-    Raises FrameMismatch, and nothing else, whatever the bytes are.
-    """
-    view = as_bytes_view(buffer)
-    if len(view) < _HEADER_AT:
-        raise FrameMismatch(
-            Reason.TRUNCATED, f"{len(view)} bytes, a frame has {_HEADER_AT} or more"
-        )
-    magic, version, header_len, payload_len = _LEAD.unpack_from(view)
-    if magic != MAGIC:
-        raise FrameMismatch(Reason.MAGIC, f"starts with {magic.hex()}, expected {MAGIC.hex()}")
-    if version != VERSION:
-        raise FrameMismatch(Reason.VERSION, f"version {version}, this build reads {VERSION}")
-    total = _HEADER_AT + header_len + payload_len
-    if len(view) != total:
-        raise FrameMismatch(Reason.TRUNCATED, f"{len(view)} bytes, its lengths add up to {total}")
-    stored = bytes(view[_LEAD.size : _HEADER_AT])
-    packed, payload = view[_HEADER_AT : _HEADER_AT + header_len], view[_HEADER_AT + header_len :]
-    if stored != _checksum((view[: _LEAD.size], packed, payload)):
-        raise FrameMismatch(Reason.CHECKSUM, "header or payload changed since it was written")
-    header = _unpack_header(packed)
-    for name, reason in _REASONS:
-        found, wanted = getattr(header, name), getattr(expect.header, name)
-        if found != wanted:
-            raise FrameMismatch(
-                reason, f"{name} differs from the expected one{_shown(found, wanted)}"
-            )
-    if header.payload_bytes != payload_len:
-        raise FrameMismatch(
-            Reason.GEOMETRY, f"{payload_len} payload bytes, {header.payload_bytes} said"
-        )
-    if expect.checksum is not None and expect.checksum != stored:
-        raise FrameMismatch(Reason.CHECKSUM, "a valid frame, but not the one the manifest names")
-    return header, payload
-
-
-def _shown(found: object, wanted: object) -> str:
-    """Numbers and dtype names are shown; names of tenants, hashes and digests are not."""
-    if isinstance(found, int) and isinstance(wanted, int):
-        return f" ({found}, expected {wanted})"
-    if found in ITEM_BYTES and wanted in ITEM_BYTES:
-        return f" ({found}, expected {wanted})"
-    return ""
-
-
-def _unpack_header(packed: memoryview) -> FrameHeader:
-    try:
-        values: Any = msgpack.unpackb(packed, raw=False, use_list=False)
-    except Exception as error:  # msgpack raises ValueError, TypeError and its own kinds
-        raise FrameMismatch(Reason.HEADER, f"not msgpack: {type(error).__name__}") from error
-    if not isinstance(values, tuple) or len(values) != len(_FIELDS):
-        raise FrameMismatch(Reason.HEADER, f"not an array of {len(_FIELDS)} fields")
-    return FrameHeader(*values)  # types are checked by comparing each field with the expected one
-
-
-def _checksum(parts: Sequence[Bytes]) -> bytes:
+def checksum_of(parts: Iterable[Bytes]) -> bytes:
+    """Of the parts, one behind the other."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)

@@ -24,7 +24,7 @@ import structlog
 from moorage.prefix_cache.block import Bytes, Namespace
 from moorage.prefix_cache.errors import InvalidInput, StoreTimeout, StoreUnavailable
 from moorage.prefix_cache.frame import Frame, FrameKey
-from moorage.prefix_cache.store import BlockStore, StoreStatistics
+from moorage.prefix_cache.store import BlockStore, StoreStatistics, UnreadFrame
 
 _log = structlog.get_logger("moorage.prefix_cache")
 
@@ -133,6 +133,17 @@ class GuardedStore:
         """See BlockStore."""
         with self._call():
             return self.store.get(keys, session_id, namespace, deadline_s)
+
+    def open(
+        self,
+        keys: Sequence[FrameKey],
+        session_id: str,
+        namespace: Namespace,
+        deadline_s: float,
+    ) -> list[Bytes | UnreadFrame | None]:
+        """See BlockStore."""
+        with self._call():
+            return self.store.open(keys, session_id, namespace, deadline_s)
 
     def contains(
         self,

@@ -6,13 +6,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from moorage.prefix_cache.block import Bytes, Namespace
 from moorage.prefix_cache.buffers import BufferPool, copy_into
 from moorage.prefix_cache.errors import InvalidInput, StoreFull, StoreUnavailable
 from moorage.prefix_cache.failpoints import Failpoint, hit
 from moorage.prefix_cache.frame import Frame, FrameKey
-from moorage.prefix_cache.store import StoreStatistics, validate_session_id
+from moorage.prefix_cache.lanes import Lanes
+from moorage.prefix_cache.store import StoreStatistics, UnreadFrame, validate_session_id
 
 _Owner = tuple[Namespace, str]
 """(namespace, session id)."""
@@ -26,6 +28,10 @@ class _Entry:
     """Read-only."""
     claims: set[str] = field(default_factory=set)
     """Sessions whose parked contexts may need this frame."""
+
+
+_Change = tuple[_Slot, _Entry | None, bool]
+"""(slot, the entry before, whether the session claimed that)."""
 
 
 class HostStore:
@@ -52,8 +58,11 @@ class HostStore:
         self._unclaimed: OrderedDict[_Slot, None] = OrderedDict()
         """Evictable frames, least recently used first."""
         self._num_bytes = 0
+        self._reserved = 0
+        """Bytes of frames that are being copied."""
         self._closed = False
         self._buffers = BufferPool()
+        self._lanes = Lanes()
         self._copies: dict[_Owner, set[_Slot]] = {}
         """Private frames whose home is another tier."""
         self._puts = self._gets = self._hits = 0
@@ -72,23 +81,31 @@ class HostStore:
         namespace: Namespace,
         deadline_s: float,
     ) -> None:
-        """All or nothing, also where a failpoint or a MemoryError cuts it off."""
+        """All or nothing, also where a failpoint or a MemoryError cuts it off. Copies outside the lock."""
         del deadline_s
         owner = (namespace, validate_session_id(session_id))
-        with self._lock:
-            self._check_open()
-            undo: list[tuple[_Slot, _Entry | None, bool]] = []
-            try:
-                self._make_room(frames, owner)
-                for key, frame in frames:
+        undo: list[_Change] = []
+        reserved = 0
+        try:
+            with self._lock:
+                self._check_open()
+                reserved = self._make_room(frames, owner)
+                new = self._claim_existing(frames, owner, undo)
+            copies = self._copy_all([frame for _, frame in new])
+            with self._lock:
+                self._check_open()
+                for (key, _), data in zip(new, copies, strict=True):
                     hit(Failpoint.HOST_BEFORE_FRAME)
-                    self._put_one(_slot(key, owner), frame, session_id, undo)
+                    self._put_one(_slot(key, owner), data, session_id, undo)
                     hit(Failpoint.HOST_AFTER_FRAME)
-            except BaseException:
+                self._reserved -= reserved
+        except BaseException:
+            with self._lock:
                 self._failures += 1
+                self._reserved -= reserved
                 for slot, previous, claimed in reversed(undo):
                     self._undo_one(slot, previous, session_id, claimed)
-                raise
+            raise
 
     def get(
         self,
@@ -129,27 +146,46 @@ class HostStore:
         Bytes must have been verified: whoever reads them here believes that nobody changed them.
         """
         owner = (namespace, validate_session_id(session_id))
-        kept = 0
         with self._lock:
             self._check_open()
             self._drop_old_copies(owner, {_slot(key, owner) for key, _ in frames})
-            for key, frame in frames:
+        for kept, (key, frame) in enumerate(frames):
+            size = frame.size_bytes if isinstance(frame, Frame) else len(frame)
+            with self._lock:
                 slot = _slot(key, owner)
-                if slot not in self._entries:
-                    size = frame.size_bytes if isinstance(frame, Frame) else len(frame)
-                    if not self._evict_for(size):
-                        break
-                    parts = frame.parts if isinstance(frame, Frame) else (memoryview(frame),)
-                    data = self._copy(parts)
-                    self._entries[slot] = _Entry(data)
-                    self._num_bytes += len(data)
-                    self._unclaimed[slot] = None
-                    if not key.shared:
-                        self._copies.setdefault(owner, set()).add(slot)
-                elif slot in self._unclaimed:
-                    self._unclaimed.move_to_end(slot)
-                kept += 1
-        return kept
+                if slot in self._entries:
+                    if slot in self._unclaimed:
+                        self._unclaimed.move_to_end(slot)
+                    continue
+                if not self._evict_for(size):
+                    return kept
+                self._reserved += size
+            try:
+                data = self._copy(frame)
+            except BaseException:
+                with self._lock:
+                    self._reserved -= size
+                raise
+            with self._lock:
+                self._reserved -= size
+                if slot in self._entries or self._closed:
+                    continue
+                self._entries[slot] = _Entry(data)
+                self._num_bytes += size
+                self._unclaimed[slot] = None
+                if not key.shared:
+                    self._copies.setdefault(owner, set()).add(slot)
+        return len(frames)
+
+    def open(
+        self,
+        keys: Sequence[FrameKey],
+        session_id: str,
+        namespace: Namespace,
+        deadline_s: float,
+    ) -> list[Bytes | UnreadFrame | None]:
+        """See BlockStore."""
+        return [*self.get(keys, session_id, namespace, deadline_s)]
 
     def contains(
         self,
@@ -227,6 +263,27 @@ class HostStore:
             self._entries.clear()
             self._unclaimed.clear()
             self._num_bytes = 0
+        self._lanes.close()
+
+    # -- outside the lock --------------------------------------------------------------------------
+
+    def _copy(self, frame: Frame | Bytes) -> memoryview:
+        """The one copy of a frame."""
+        if isinstance(frame, Frame):
+            data = self._buffers.take(frame.size_bytes)
+            frame.write_into(data)
+        else:
+            data = copy_into(self._buffers.take(len(frame)), (memoryview(frame),))
+        return data.toreadonly()
+
+    def _copy_all(self, frames: Sequence[Frame]) -> list[memoryview]:
+        num_bytes = sum(frame.size_bytes for frame in frames)
+        copies: list[memoryview] = []
+        for result in self._lanes.run([partial(self._copy, frame) for frame in frames], num_bytes):
+            if isinstance(result, Exception):
+                raise result
+            copies.append(result)
+        return copies
 
     # -- under the lock ----------------------------------------------------------------------------
 
@@ -234,8 +291,9 @@ class HostStore:
         if self._closed:
             raise StoreUnavailable("the host store is closed")
 
-    def _make_room(self, frames: Sequence[tuple[FrameKey, Frame]], owner: _Owner) -> None:
-        """Evict unclaimed frames, but none that this very put brings or needs."""
+    def _make_room(self, frames: Sequence[tuple[FrameKey, Frame]], owner: _Owner) -> int:
+        """Evict unclaimed frames, but none that this very put brings or needs; returns the bytes that are reserved
+        for it."""
         slots = {_slot(key, owner): (key, frame) for key, frame in frames}
         needed = 0
         for slot, (key, frame) in slots.items():
@@ -245,7 +303,7 @@ class HostStore:
             elif not key.shared:
                 needed += frame.size_bytes - len(entry.data)
         victims: list[_Slot] = []
-        short = self._num_bytes + needed - self.max_bytes
+        short = self._num_bytes + self._reserved + needed - self.max_bytes
         for slot in self._unclaimed:
             if short <= 0:
                 break
@@ -259,6 +317,28 @@ class HostStore:
             )
         for slot in victims:
             self._remove(slot)
+        needed = max(needed, 0)
+        self._reserved += needed
+        return needed
+
+    def _claim_existing(
+        self, frames: Sequence[tuple[FrameKey, Frame]], owner: _Owner, undo: list[_Change]
+    ) -> list[tuple[FrameKey, Frame]]:
+        """Claim the runs that are here, so that nobody evicts them; returns what has to be copied."""
+        new: list[tuple[FrameKey, Frame]] = []
+        for key, frame in frames:
+            slot = _slot(key, owner)
+            entry = self._entries.get(slot) if key.shared else None
+            if entry is None:
+                new.append((key, frame))
+            else:
+                self._claim(slot, entry, owner[1], undo)
+        return new
+
+    def _claim(self, slot: _Slot, entry: _Entry, session_id: str, undo: list[_Change]) -> None:
+        undo.append((slot, entry, session_id in entry.claims))
+        entry.claims.add(session_id)
+        self._unclaimed.pop(slot, None)
 
     def _drop_old_copies(self, owner: _Owner, wanted: set[_Slot]) -> None:
         """A session's private frames of another generation: nobody will ask for them."""
@@ -269,15 +349,11 @@ class HostStore:
             if slot[2].parts[1] not in names and slot in self._unclaimed:
                 self._remove(slot)
 
-    def _copy(self, parts: tuple[bytes | memoryview, ...]) -> memoryview:
-        size = sum(map(len, parts))
-        return copy_into(self._buffers.take(size), parts).toreadonly()
-
     def _evict_for(self, num_bytes: int) -> bool:
         """Room for so many bytes at the cost of unclaimed frames; False, with nothing changed, where
         that is not enough.
         """
-        short = self._num_bytes + num_bytes - self.max_bytes
+        short = self._num_bytes + self._reserved + num_bytes - self.max_bytes
         victims: list[_Slot] = []
         for slot in self._unclaimed:
             if short <= 0:
@@ -290,20 +366,11 @@ class HostStore:
             self._remove(slot)
         return True
 
-    def _put_one(
-        self,
-        slot: _Slot,
-        frame: Frame,
-        session_id: str,
-        undo: list[tuple[_Slot, _Entry | None, bool]],
-    ) -> None:
+    def _put_one(self, slot: _Slot, data: memoryview, session_id: str, undo: list[_Change]) -> None:
         previous = self._entries.get(slot)
-        if previous is not None and slot[2].shared:
-            undo.append((slot, previous, session_id in previous.claims))
-            previous.claims.add(session_id)
-            self._unclaimed.pop(slot, None)
+        if previous is not None and slot[2].shared:  # another put was faster
+            self._claim(slot, previous, session_id, undo)
             return
-        data = self._copy(frame.parts)  # the one copy
         undo.append((slot, previous, False))
         self._num_bytes += len(data) - (len(previous.data) if previous is not None else 0)
         self._entries[slot] = _Entry(data, {session_id})

@@ -5,11 +5,10 @@ first hole.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from functools import partial
 
-from moorage.prefix_cache import codec
 from moorage.prefix_cache.block import BlockHash, Bytes, num_tokens_in
 from moorage.prefix_cache.errors import (
     CacheError,
@@ -17,57 +16,18 @@ from moorage.prefix_cache.errors import (
     InvalidInput,
     MismatchReason,
     StoreError,
-    StoreTimeout,
-    WorkersClosed,
 )
-from moorage.prefix_cache.frame import FrameExpectation, Geometry, as_bytes_view, decode_frame
+from moorage.prefix_cache.frame import Geometry
+from moorage.prefix_cache.frame_check import FrameExpectation
 from moorage.prefix_cache.host_store import HostStore
+from moorage.prefix_cache.lanes import Lanes
+from moorage.prefix_cache.misses import Miss, MissReason, miss_for, miss_of
 from moorage.prefix_cache.park import Chain, Piece
 from moorage.prefix_cache.parked_context import FrameReference, ParkedContext
+from moorage.prefix_cache.placing import FrameGone, place_frame
+from moorage.prefix_cache.reading import Reader, Source
 from moorage.prefix_cache.seek import with_found_runs
 from moorage.prefix_cache.store import BlockStore, validate_session_id
-
-BATCH_BYTES = 16 << 20
-"""Frames are asked for in batches of about this size: enough to fill a pipeline, and a bound on
-memory.
-"""
-
-
-class MissReason(StrEnum):
-    """Why a load stopped before the manifest's end. None of them is an error: the rest is
-    recomputed.
-    """
-
-    NOT_STORED = "not_stored"
-    """The frame is gone: evicted, expired, or the store was restarted."""
-    DAMAGED = "damaged"
-    """Truncated, changed, or not a frame at all."""
-    INCOMPATIBLE = "incompatible"
-    """Another model, layout, dtype, codec or format version."""
-    OTHER_CONTENT = "other_content"
-    """A sound frame of other tokens, another session, generation or namespace."""
-    LOG_DIFFERS = "log_differs"
-    """The token log no longer continues what was parked."""
-    STORE_FAILED = "store_failed"
-    """The store could not be reached or answered with an error."""
-    TIMED_OUT = "timed_out"
-    TIER_MISSING = "tier_missing"
-    """The manifest names a tier that this process has not."""
-    CLOSED = "closed"
-    """The workers closed before the load's turn."""
-
-
-_REASONS = {
-    MismatchReason.TRUNCATED: MissReason.DAMAGED,
-    MismatchReason.MAGIC: MissReason.DAMAGED,
-    MismatchReason.CHECKSUM: MissReason.DAMAGED,
-    MismatchReason.HEADER: MissReason.DAMAGED,
-    MismatchReason.VERSION: MissReason.INCOMPATIBLE,
-    MismatchReason.FINGERPRINT: MissReason.INCOMPATIBLE,
-    MismatchReason.GEOMETRY: MissReason.INCOMPATIBLE,
-    MismatchReason.DTYPE: MissReason.INCOMPATIBLE,
-    MismatchReason.CODEC: MissReason.INCOMPATIBLE,
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,8 @@ class LoadJob:
     """The session's log from position 0; blocks beyond it are not loaded."""
     blocks: Sequence[memoryview] = field(repr=False)
     """A writable buffer for each block from `first_block` on, contiguous; bounds how much is loaded.
-    Written until LoadDone, each only after its frame was verified."""
+    Written until LoadDone, the reader's alone until then: a frame is checked as it is put in place, and wiped out
+    where it is not what was promised."""
     geometry: Geometry
     """Of the reader."""
     deadline_s: float
@@ -101,19 +62,18 @@ class LoadJob:
             raise InvalidInput(
                 f"first_block is {self.first_block}, allowed is 0 … {self.manifest.num_blocks}"
             )
+        size = self.geometry.block_bytes
         for index, block in enumerate(self.blocks):
-            view = as_bytes_view(block)
-            if view.readonly or view.nbytes != self.geometry.block_bytes:
+            if block.readonly or block.nbytes != size or not block.c_contiguous:
                 raise InvalidInput(
-                    f"block {index} has {view.nbytes} bytes"
-                    f"{' and is read-only' if view.readonly else ''}: give writable blocks of"
-                    f" {self.geometry.block_bytes}"
+                    f"block {index} has {block.nbytes} bytes"
+                    f"{' and is read-only' if block.readonly else ''}: give writable, contiguous blocks of {size}"
                 )
 
     def failed(self, error: CacheError) -> LoadDone:
         """The answer where nothing was loaded."""
         return LoadDone(
-            self.job_id, self.manifest.session_id, 0, {}, _miss_of(error), str(error), 0, 0.0
+            self.job_id, self.manifest.session_id, 0, {}, miss_of(error), str(error), 0, 0.0
         )
 
 
@@ -143,84 +103,131 @@ def run_load(
     stores: Mapping[str, BlockStore],
     deadline: float,
     copies: HostStore | None = None,
+    *,
+    lanes: Lanes | None = None,
+    later: list[Callable[[], None]] | None = None,
 ) -> LoadDone:
     """Do a load until `deadline` (time.monotonic()). Raises nothing for whatever the stores hold or
     do.
 
-    `copies` is asked before a frame's home is, and keeps what it did not have once it is verified.
+    `copies` is asked before a frame's home is, and keeps what it did not have once it is verified: by tasks
+    that are added to `later`, for after the answer, or before the return. `lanes` share the copying and checking.
     """
-    started = time.monotonic()
-    size = job.geometry.block_size
-    loaded = num_bytes = 0
-    by_tier: dict[str, int] = {}
-    hashes: Sequence[BlockHash] = ()
+    load = _Load(job, started_s=time.monotonic())
     miss: MissReason | None = None
     detail = ""
     try:
+        load.run(stores, deadline, copies, lanes or _ONE_LANE)
+    except Miss as stop:
+        miss = stop.reason
+        detail = f"at token {load.position}: {stop.detail}"
+    if later is not None:
+        later.extend(load.later)
+    else:
+        for task in load.later:
+            task()
+    return load.done(miss, detail)
+
+
+_ONE_LANE = Lanes(1)
+
+
+@dataclass
+class _Load:
+    """A load under way."""
+
+    job: LoadJob
+    started_s: float
+    num_tokens: int = 0
+    num_bytes: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
+    hashes: Sequence[BlockHash] = ()
+    later: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Tokens of the log whose KV is in place."""
+        return self.job.first_block * self.job.geometry.block_size + self.num_tokens
+
+    def done(self, miss: MissReason | None, detail: str) -> LoadDone:
+        size = self.job.geometry.block_size
+        return LoadDone(
+            job_id=self.job.job_id,
+            session_id=self.job.manifest.session_id,
+            num_tokens=self.num_tokens,
+            tokens_by_tier=self.by_tier,
+            miss=miss,
+            miss_detail=detail,
+            num_bytes=self.num_bytes,
+            seconds=time.monotonic() - self.started_s,
+            block_hashes=self.hashes[: self.position // size],
+        )
+
+    def run(
+        self,
+        stores: Mapping[str, BlockStore],
+        deadline: float,
+        copies: HostStore | None,
+        lanes: Lanes,
+    ) -> None:
+        """Frame after frame, a batch of them at once. Raises Miss at the first hole."""
+        job = self.job
         chain = _chain(job)
         if job.seek:
             manifest = with_found_runs(job.manifest, chain, job.first_block, stores, deadline)
             job = replace(job, manifest=manifest)
-        for ref, found_in, found in _frames(job, stores, deadline, copies, chain):
-            tier, data = found_in, found
-            num_bytes += len(data)
-            try:
-                tokens = _place(job, ref, data, chain)
-            except FrameMismatch as error:
-                _drop(job, ref, stores[tier], deadline)
-                if tier == ref.tier:
-                    raise _miss_for(error) from None
-                tier, data = ref.tier, _read_home(job, ref, stores, deadline)  # the copy was bad
-                num_bytes += len(data)
-                try:
-                    tokens = _place(job, ref, data, chain)
-                except FrameMismatch as second:
-                    _drop(job, ref, stores[tier], deadline)
-                    raise _miss_for(second) from None
-            if copies is not None and tier != copies.tier:
-                copies.keep(
-                    [(ref.key, data)], job.manifest.session_id, job.manifest.lineage.namespace
+        needed, beyond = _needed(job)
+        reader = Reader(job.manifest, stores, copies, deadline)
+        for batch in reader.batches(needed):
+            rest = batch
+            while rest:
+                num_bytes = sum(source.ref.size_bytes for source in rest)
+                results = lanes.run(
+                    [partial(_place, job, source, chain) for source in rest], num_bytes
                 )
-            loaded += tokens
-            hashes = chain.hashes
-            by_tier[tier] = by_tier.get(tier, 0) + tokens
-    except _Miss as stop:
-        miss, detail = stop.reason, stop.detail
-    position = job.first_block * size + loaded
-    if miss is not None:
-        detail = f"at token {position}: {detail}"
-    return LoadDone(
-        job_id=job.job_id,
-        session_id=job.manifest.session_id,
-        num_tokens=loaded,
-        tokens_by_tier=by_tier,
-        miss=miss,
-        miss_detail=detail,
-        num_bytes=num_bytes,
-        seconds=time.monotonic() - started,
-        block_hashes=hashes[: position // size],
-    )
+                for source, result in zip(rest, results, strict=False):  # up to the first fault
+                    self._take(job, reader, chain, source, result)
+                rest = rest[len(results) :]
+        if beyond:
+            raise Miss(
+                MissReason.LOG_DIFFERS,
+                f"the log has {num_tokens_in(job.token_ids)} tokens and the next frame covers"
+                f" {beyond[0].num_tokens} from block {beyond[0].first_block} on",
+            )
+
+    def _take(
+        self,
+        job: LoadJob,
+        reader: Reader,
+        chain: Chain,
+        source: Source,
+        result: int | Exception,
+    ) -> None:
+        """Count a frame that is in place; a bad copy is read again from its home. Raises Miss."""
+        self.num_bytes += source.ref.size_bytes
+        if isinstance(result, FrameMismatch):
+            reader.drop(source)
+            if source.tier == source.ref.tier:
+                raise miss_for(result)
+            source = reader.home(source.ref)
+            self.num_bytes += source.ref.size_bytes
+            try:
+                result = _place(job, source, chain)
+            except FrameMismatch as error:
+                reader.drop(source)
+                raise miss_for(error) from None
+        if isinstance(result, StoreError):
+            raise Miss(miss_of(result), str(result))
+        if isinstance(result, Exception):
+            raise result
+        self.later.append(partial(reader.keep, source))
+        self.num_tokens += result
+        self.hashes = chain.hashes
+        self.by_tier[source.tier] = self.by_tier.get(source.tier, 0) + result
 
 
-class _Miss(Exception):
-    """Ends a load at the first hole."""
-
-    def __init__(self, reason: MissReason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
-
-
-def _frames(
-    job: LoadJob,
-    stores: Mapping[str, BlockStore],
-    deadline: float,
-    copies: HostStore | None,
-    chain: Chain,
-) -> Iterator[tuple[FrameReference, str, Bytes]]:
-    """The needed frames, the tier that gave them and their bytes, in order. Raises _Miss at the first
-    that is not to be had.
-    """
+def _needed(job: LoadJob) -> tuple[list[FrameReference], list[FrameReference]]:
+    """The frames that the load needs, and of those the ones that reach beyond the log, in order."""
     manifest = job.manifest
     last = job.first_block + len(job.blocks)
     needed = [
@@ -232,39 +239,11 @@ def _frames(
     beyond = [
         ref for ref in needed if ref.first_block * manifest.block_size + ref.num_tokens > log_len
     ]
-    needed = needed[: len(needed) - len(beyond)]
-    while needed:
-        if copies is not None and needed[0].tier != copies.tier:
-            ref = needed[0]
-            (data,) = copies.get(
-                [ref.key], manifest.session_id, manifest.lineage.namespace, job.deadline_s
-            )
-            if data is not None:
-                yield needed.pop(0), copies.tier, data
-                continue
-        batch = _batch(needed)
-        store = stores.get(batch[0].tier)
-        if store is None:
-            raise _Miss(
-                MissReason.TIER_MISSING,
-                f"the manifest names tier {batch[0].tier}, not configured here",
-            )
-        del needed[: len(batch)]
-        for ref, data in _read(job, store, batch, deadline):
-            if data is not None:
-                yield ref, ref.tier, data
-            else:
-                yield ref, *_read_elsewhere(job, ref, stores, deadline)
-    if beyond:
-        raise _Miss(
-            MissReason.LOG_DIFFERS,
-            f"the log has {log_len} tokens and the next frame covers"
-            f" {beyond[0].num_tokens} from block {beyond[0].first_block} on",
-        )
+    return needed[: len(needed) - len(beyond)], beyond
 
 
 def _chain(job: LoadJob) -> Chain:
-    """Hashes of what the load may cover. Raises _Miss for a manifest of another layout."""
+    """Hashes of what the load may cover. Raises Miss for a manifest of another layout."""
     _check_layout(job)
     num_tokens = num_tokens_in(job.token_ids)
     if not job.seek:
@@ -272,141 +251,44 @@ def _chain(job: LoadJob) -> Chain:
     return Chain(job.manifest.lineage, job.token_ids, num_tokens, job.geometry)
 
 
-def _miss_for(error: FrameMismatch) -> _Miss:
-    return _Miss(_REASONS.get(error.reason, MissReason.OTHER_CONTENT), str(error))
-
-
-def _read_home(
-    job: LoadJob, ref: FrameReference, stores: Mapping[str, BlockStore], deadline: float
-) -> Bytes:
-    """One frame from the tier that the manifest names. Raises _Miss."""
-    if ref.tier not in stores:
-        raise _Miss(
-            MissReason.TIER_MISSING, f"the manifest names tier {ref.tier}, not configured here"
-        )
-    for _, data in _read(job, stores[ref.tier], [ref], deadline):
-        if data is not None:
-            return data
-    raise _not_stored(ref)
-
-
-def _read_elsewhere(
-    job: LoadJob, ref: FrameReference, stores: Mapping[str, BlockStore], deadline: float
-) -> tuple[str, Bytes]:
-    """A run that its tier has lost, from another tier, and which. Raises _Miss."""
-    if ref.key.shared:
-        for tier, store in stores.items():
-            if tier == ref.tier:
-                continue
-            try:
-                for _, data in _read(job, store, [ref], deadline):
-                    if data is not None:
-                        return tier, data
-            except _Miss:
-                continue  # the reason that counts is that its own tier has it no more
-    raise _not_stored(ref)
-
-
-def _not_stored(ref: FrameReference) -> _Miss:
-    return _Miss(
-        MissReason.NOT_STORED,
-        f"tier {ref.tier} has no {ref.key.kind} frame of block {ref.first_block}",
-    )
-
-
 def _check_layout(job: LoadJob) -> None:
     ours, theirs = job.geometry, job.manifest.geometry
     for name in ("block_size", "num_layers", "num_kv_heads", "head_dim", "dtype", "codec"):
         if getattr(ours, name) != getattr(theirs, name):
-            raise _Miss(
+            raise Miss(
                 MissReason.INCOMPATIBLE,
                 f"{name} is {getattr(theirs, name)} in the manifest and {getattr(ours, name)} here",
             )
 
 
-def _batch(needed: Sequence[FrameReference]) -> list[FrameReference]:
-    """Leading frames of one tier, up to BATCH_BYTES; at least one."""
-    batch = [needed[0]]
-    total = needed[0].size_bytes
-    for ref in needed[1:]:
-        total += ref.size_bytes
-        if ref.tier != batch[0].tier or total > BATCH_BYTES:
-            break
-        batch.append(ref)
-    return batch
+def _place(job: LoadJob, source: Source, chain: Chain) -> int:
+    """Verify one frame and put what is needed of it in place; returns the tokens that it brought.
 
-
-def _read(
-    job: LoadJob, store: BlockStore, batch: Sequence[FrameReference], deadline: float
-) -> Iterator[tuple[FrameReference, Bytes | None]]:
-    """A batch in one call; where that fails, one by one, so that what stands before the fault is
-    not lost. None for what the store has not.
+    Raises FrameMismatch for a frame that is not what its key promises, Miss where the log is
+    another one or the frame is gone, StoreError.
     """
-    session_id, namespace = job.manifest.session_id, job.manifest.lineage.namespace
-    groups = [list(batch)]
-    while groups:
-        group = groups.pop(0)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise _Miss(MissReason.TIMED_OUT, f"the load's {job.deadline_s} s have passed")
-        try:
-            found = store.get([ref.key for ref in group], session_id, namespace, remaining)
-        except CacheError as error:
-            if len(group) > 1 and not isinstance(error, StoreTimeout):
-                groups = [[ref] for ref in group]
-                continue
-            raise _Miss(_miss_of(error), str(error)) from error
-        yield from zip(group, found, strict=True)
-
-
-def _place(job: LoadJob, ref: FrameReference, data: Bytes, chain: Chain) -> int:
-    """Verify one frame and copy what is needed of it; returns the tokens that it brought.
-
-    Raises FrameMismatch for a frame that is not what its key promises, _Miss where the log is
-    another one.
-    """
-    manifest, geometry = job.manifest, job.geometry
+    ref, geometry = source.ref, job.geometry
     size = geometry.block_size
     piece = Piece(ref.first_block, ref.num_tokens, ref.key.shared)
     if piece.shared and ref.key.name != chain.hash_before(ref.first_block + ref.num_blocks):
-        raise _Miss(
+        raise Miss(
             MissReason.LOG_DIFFERS,
             f"blocks {ref.first_block} … {ref.first_block + ref.num_blocks - 1} hold other tokens",
         )
-    header = chain.header(piece, ref.key, manifest.generation)
+    header = chain.header(piece, ref.key, job.manifest.generation)
     checksum = None if piece.shared else ref.checksum
-    try:
-        _, payload = decode_frame(data, FrameExpectation(header, checksum))
-    except FrameMismatch as error:
-        ours_changed = error.reason in (MismatchReason.TOKENS, MismatchReason.LINEAGE)
-        if ours_changed and not piece.shared:  # a private frame is named by session, not by content
-            raise _Miss(MissReason.LOG_DIFFERS, str(error)) from error
-        raise
     skipped = max(0, job.first_block - ref.first_block)
     at = ref.first_block + skipped - job.first_block
     num_blocks = min(ref.num_blocks - skipped, len(job.blocks) - at)
     into: list[memoryview | None] = [None] * ref.num_blocks
-    for index in range(num_blocks):
-        into[skipped + index] = as_bytes_view(job.blocks[at + index])
-    codec.decode(geometry, ref.first_block, piece.shared, ref.num_blocks, payload, into)
-    return min(ref.num_tokens - skipped * size, num_blocks * size)
-
-
-def _drop(job: LoadJob, ref: FrameReference, store: BlockStore, deadline: float) -> None:
-    """Remove a bad frame, so that the next park writes it anew instead of finding that it
-    exists.
-    """
-    remaining = max(0.0, deadline - time.monotonic())
-    manifest = job.manifest
+    into[skipped : skipped + num_blocks] = job.blocks[at : at + num_blocks]
     try:
-        store.drop([ref.key], manifest.session_id, manifest.lineage.namespace, remaining)
-    except StoreError:
-        return  # it stays a miss, and goes by age
-
-
-def _miss_of(error: CacheError) -> MissReason:
-    if isinstance(error, StoreTimeout):
-        return MissReason.TIMED_OUT
-    if isinstance(error, WorkersClosed):
-        return MissReason.CLOSED
-    return MissReason.STORE_FAILED
+        place_frame(geometry, FrameExpectation(header, checksum), source.stored, into)
+    except FrameGone:
+        raise Miss(MissReason.NOT_STORED, f"tier {source.tier} has lost a frame") from None
+    except FrameMismatch as error:
+        ours_changed = error.reason in (MismatchReason.TOKENS, MismatchReason.LINEAGE)
+        if ours_changed and not piece.shared:  # a private frame is named by session, not by content
+            raise Miss(MissReason.LOG_DIFFERS, str(error)) from error
+        raise
+    return min(ref.num_tokens - skipped * size, num_blocks * size)

@@ -21,7 +21,7 @@ from moorage.prefix_cache.redis_connection import Reply
 from moorage.prefix_cache.redis_keys import frame_redis_key
 from moorage.prefix_cache.redis_link import Command, Link, Operation, RedisLink
 from moorage.prefix_cache.redis_sentinel_link import SentinelLink
-from moorage.prefix_cache.store import StoreStatistics, validate_session_id
+from moorage.prefix_cache.store import StoreStatistics, UnreadFrame, validate_session_id
 
 __all__ = ["LEASE_SCRIPT", "RedisConfig", "RedisStore"]
 
@@ -113,6 +113,16 @@ class RedisStore:
             self._hits += sum(1 for data in found if data is not None)
             self._bytes_out += sum(len(data) for data in found if data is not None)
         return found
+
+    def open(
+        self,
+        keys: Sequence[FrameKey],
+        session_id: str,
+        namespace: Namespace,
+        deadline_s: float,
+    ) -> list[Bytes | UnreadFrame | None]:
+        """See BlockStore."""
+        return [*self.get(keys, session_id, namespace, deadline_s)]
 
     def contains(
         self,

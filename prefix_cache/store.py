@@ -49,6 +49,22 @@ class StoreStatistics:
     """Operations that raised a StoreError."""
 
 
+class UnreadFrame(Protocol):
+    """A stored frame whose bytes can be read straight to where they belong."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole frame."""
+        ...
+
+    def read(self, into: Sequence[memoryview]) -> bool:
+        """Fill the buffers, one behind the other, from the frame's start; False where it is shorter.
+
+        Thread-safe. Raises StoreError.
+        """
+        ...
+
+
 class BlockStore(Protocol):
     """A tier. Every method is thread-safe, ends by its deadline and raises StoreError or
     InvalidSessionId only.
@@ -83,6 +99,16 @@ class BlockStore(Protocol):
         deadline_s: float,
     ) -> list[Bytes | None]:
         """What is stored, unverified, in the order of `keys`; None is a miss."""
+        ...
+
+    def open(
+        self,
+        keys: Sequence[FrameKey],
+        session_id: str,
+        namespace: Namespace,
+        deadline_s: float,
+    ) -> list[Bytes | UnreadFrame | None]:
+        """Like `get`; a store whose frames need not pass through memory of their own hands them out unread."""
         ...
 
     def contains(

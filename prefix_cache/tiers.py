@@ -19,6 +19,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import structlog
@@ -34,7 +35,9 @@ from moorage.prefix_cache.errors import (
 )
 from moorage.prefix_cache.frame import FrameKey
 from moorage.prefix_cache.host_store import HostStore
-from moorage.prefix_cache.load import LoadDone, LoadJob, MissReason, run_load
+from moorage.prefix_cache.lanes import Lanes
+from moorage.prefix_cache.load import LoadDone, LoadJob, run_load
+from moorage.prefix_cache.misses import MissReason
 from moorage.prefix_cache.park import ParkDone, ParkJob, run_park
 from moorage.prefix_cache.store import BlockStore, validate_session_id
 
@@ -119,6 +122,7 @@ class TierWorkers:
         self.stores: Mapping[str, BlockStore] = {store.tier: store for store in stores}
         host = next((store for store in stores if isinstance(store, HostStore)), None)
         self._copies = host if host_copies else None
+        self._lanes = Lanes()
         self._on_done = on_done
         self._closing = threading.Event()
         self._submit_lock = threading.Lock()
@@ -167,6 +171,7 @@ class TierWorkers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
         for store in self.stores.values():
             store.close()
+        self._lanes.close()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -206,17 +211,20 @@ class TierWorkers:
             if item is None:
                 continue
             job, submitted = item
-            done = self._run(job, submitted)
-            try:
-                self._on_done(done)
-            except Exception:
-                _log.error(
-                    "a completion handler failed",
-                    completion=type(done).__name__,
-                    trace=traceback.format_exc(),
-                )
+            later: list[Callable[[], None]] = []
+            done = self._run(job, submitted, later)
+            self._guard("a completion handler failed", partial(self._on_done, done), type(done))
+            for task in later:
+                self._guard("host memory kept no copy", task, type(done))
 
-    def _run(self, job: Job, submitted: float) -> Completion:
+    @staticmethod
+    def _guard(failure: str, task: Callable[[], None], completion: type) -> None:
+        try:
+            task()
+        except Exception:
+            _log.error(failure, completion=completion.__name__, trace=traceback.format_exc())
+
+    def _run(self, job: Job, submitted: float, later: list[Callable[[], None]]) -> Completion:
         deadline = submitted + job.deadline_s
         error: CacheError | None = None
         if self._closing.is_set():
@@ -230,7 +238,7 @@ class TierWorkers:
                 case ParkJob():
                     return job.failed(error) if error else self._park(job, deadline)
                 case LoadJob():
-                    return job.failed(error) if error else self._load(job, deadline)
+                    return job.failed(error) if error else self._load(job, deadline, later)
                 case DeleteJob():
                     return DeleteDone(
                         job.session_id, error or self._delete(job, deadline), job.job_id
@@ -248,8 +256,8 @@ class TierWorkers:
     def _park(self, job: ParkJob, deadline: float) -> ParkDone:
         return run_park(job, self.stores, deadline, self._copies)
 
-    def _load(self, job: LoadJob, deadline: float) -> LoadDone:
-        return run_load(job, self.stores, deadline, self._copies)
+    def _load(self, job: LoadJob, deadline: float, later: list[Callable[[], None]]) -> LoadDone:
+        return run_load(job, self.stores, deadline, self._copies, lanes=self._lanes, later=later)
 
     def _delete(self, job: DeleteJob, deadline: float) -> CacheError | None:
         remaining = max(0.0, deadline - time.monotonic())

@@ -63,7 +63,7 @@ class Stored:
         return done, bytes(memory)
 
     def assert_miss_at(self, frame: int, frames: list[bytes | None], **changes: Any) -> MissReason:
-        """Everything before the frame arrived, nothing of it or behind it was written."""
+        """Everything before the frame arrived, nothing of it stays and nothing behind it was written."""
         done, memory = self.load(frames, **changes)
         ref = self.manifest.frames[frame]
         size = self.kit.geometry.block_bytes
@@ -71,7 +71,10 @@ class Stored:
         good = ref.first_block * size
         assert done.miss is not None
         assert done.num_tokens == ref.first_block * 4
-        assert memory == whole[:good] + NAN * ((6 * size - good) // 4)
+        bad = good + ref.num_blocks * size
+        assert memory[:good] == whole[:good]
+        assert memory[good:bad] in (bytes(bad - good), NAN * ((bad - good) // 4))
+        assert memory[bad:] == NAN * ((6 * size - bad) // 4)
         reason: MissReason = done.miss
         return reason
 

@@ -16,11 +16,9 @@ from moorage.prefix_cache.errors import FrameMismatch, InvalidInput, MismatchRea
 from moorage.prefix_cache.frame import (
     MAX_FRAME_BYTES,
     Frame,
-    FrameExpectation,
     FrameHeader,
     FrameKey,
     Geometry,
-    decode_frame,
     encode_frame,
     frame_header,
     private_key,
@@ -28,6 +26,7 @@ from moorage.prefix_cache.frame import (
     run_key,
     split_blocks,
 )
+from moorage.prefix_cache.frame_check import FrameExpectation, decode_frame
 
 
 def header_of(kit: Any, *, private: bool = False, **changes: Any) -> FrameHeader:
